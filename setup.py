@@ -25,7 +25,7 @@ def long_description() -> str:
 EXTRAS = {
     "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
-    "grammar": ["llguidance>=1.3"],
+    "grammar": ["llguidance>=1.7"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
@@ -68,7 +68,7 @@ EXTRAS["test"] = [
     "pytest>=8",
     "pytest-xdist>=3.6",
     "playwright>=1.50",  # drives Debian's Chromium instead of a separate one
-    "ruff",
+    "ruff>=0.17",
     "anthropic>=0.60",  # its client checks the endpoint's /v1/messages
     "trl==1.16.0",
 ]
@@ -97,7 +97,7 @@ setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     cmdclass={"build_py": BuildWithEnvironments},
     packages=find_packages(include=["rl_core", "rl_core.*"]),
     package_data={
@@ -120,7 +120,7 @@ setup(
         "matplotlib>=3.8",
         "numpy>=1.26",
         "pandas>=2.2",
-        "peft>=0.17",
+        "peft>=0.18",
         "pillow>=10.3",
         "psutil>=5.9",  # network interfaces of a node
         "pyarrow>=15",
@@ -129,7 +129,6 @@ setup(
         "rich>=13",
         "safetensors>=0.4",
         "tokenizers>=0.21",
-        "tomli>=2; python_version < '3.11'",  # task.toml
         "xxhash>=3.4",  # checksums of checkpoints
         "zstandard>=0.22",
     ],

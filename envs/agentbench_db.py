@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import random
-import sys
 import zlib
 from importlib.util import find_spec
 
@@ -25,8 +24,6 @@ from programs import mariadb
 from programs.calling import answers, tool
 from programs.sql_tables import MariaDB, SQLite
 
-if sys.version_info < (3, 11):
-    raise ImportError("envs/agentbench_db.py needs Python 3.11: only there sqlite3 bounds values")
 CHANGES = ("INSERT", "UPDATE", "DELETE")
 NAMES = ("Ada", "Ben", "Cleo", "Dora", "Emil", "Fay", "Gus", "Hana")
 CHOICES = ("mariadb", "sqlite", "auto")

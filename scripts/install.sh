@@ -3,7 +3,7 @@
 venv="${VIRTUAL_ENV:-$PWD/.venv}"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 python="$venv/bin/python"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "rl_core needs Python >= 3.10" >&2; exit 1; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rl_core needs Python >= 3.11" >&2; exit 1; }
 
 # pip, or uv for a virtual environment that uv made without pip. Both show what they download, how large it is and how far
 # they are.

@@ -342,7 +342,7 @@ async def run_program(
         work = box.run(workspace, command, row, relay)
         try:
             return await asyncio.wait_for(work, TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return None
 
 

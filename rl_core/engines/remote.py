@@ -62,7 +62,7 @@ async def ask(
     try:
         async with connection as session, session.request(method, url, json=body) as answer:
             return answer.status, await answer.read()
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+    except (TimeoutError, aiohttp.ClientError) as error:
         raise EngineDied(f"{url} does not answer ({type(error).__name__}: {error})") from None
 
 

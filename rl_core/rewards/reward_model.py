@@ -171,7 +171,7 @@ async def remote_scores(
                     reason = f"{response.status}: {(await response.text())[:500]}"
                     if response.status < 500 and response.status != 429:
                         raise ValueError(f"{url} refused the request with {reason}")
-            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            except (TimeoutError, aiohttp.ClientError) as error:
                 reason = f"{type(error).__name__}: {error}" if str(error) else "no answer"
             if asyncio.get_running_loop().time() + pause_s >= deadline_s:
                 raise ConnectionError(

@@ -400,7 +400,7 @@ class BubblewrapBox:
     async def wait(self, answer: Any, timeout_s: float) -> list[bytes]:
         try:
             return await asyncio.wait_for(answer, timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.finalizer()
             raise BoxEnded(f"the box gave no answer in {timeout_s:g} s and was ended") from None
 

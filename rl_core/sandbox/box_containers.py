@@ -162,7 +162,7 @@ class ContainerBox:
         timed_out = False
         try:
             code = await asyncio.wait_for(self.run(argv, data, stdout, stderr, flags), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             timed_out, code = True, 137
         except asyncio.CancelledError:
             with suppress(BoxEnded, OSError, asyncio.TimeoutError):

@@ -306,7 +306,7 @@ async def run_process(
         reading = channels.read_all(sources)
         most_s = (MAX_WAIT + 1) * header["timeout_s"] + GRACE_S
         status, stdout, stderr, sent = await asyncio.wait_for(reading, most_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise RuntimeError(
             f"a program was not ended within {most_s:g} s; its supervisor was stopped or killed"
         ) from None

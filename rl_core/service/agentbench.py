@@ -227,7 +227,7 @@ class BenchSession:
                 if unanswered and answer[0] >= 400 and answer[0] not in ASK_AGAIN:
                     raise ConnectionError(unanswered)  # The server had read the first request.
                 return answer
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 seconds = f"{self.server.timeout_s:g} s"
                 raise TimeoutError(f"{url}: {verb} was not answered within {seconds}") from None
             except aiohttp.ClientError as error:

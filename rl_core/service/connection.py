@@ -129,7 +129,7 @@ class Connection:
             sent = asyncio.wrap_future(self.send(timeout_s, **verb))
             try:
                 return await asyncio.wait_for(sent, max(0.0, until_s - loop.time()))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 why = f": {self.trouble}" if self.trouble else ""
                 message = f"{self.address} did not answer in {limit_s:g} s{why}"
                 raise ServiceError(grpc.StatusCode.DEADLINE_EXCEEDED, message) from None

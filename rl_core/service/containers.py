@@ -172,7 +172,7 @@ class EnvContainer:
             data = request.SerializeToString()
             self.process.stdin.write(len(data).to_bytes(4, "big") + data)
             reply = await asyncio.wait_for(future, timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             message = f"container {self.name} did not answer in {timeout_s:g} s"
             raise ServiceError(StatusCode.DEADLINE_EXCEEDED, message) from None
         finally:

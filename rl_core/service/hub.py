@@ -122,7 +122,7 @@ class Hub:
             return await asyncio.wait_for(self.route(request, verb, again), timeout_s)
         except ServiceError as error:
             return failed(0, error)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return failed(0, too_late(timeout_s))
         finally:
             self.observe(verb or "none", time.perf_counter() - began_s)
@@ -357,7 +357,7 @@ class Hub:
         try:
             data = await asyncio.wait_for(context.read(), self.grace_s)
             first = parse(pb.FromWorker, b"" if data is grpc.aio.EOF else data)
-        except (asyncio.TimeoutError, ServiceError):
+        except (TimeoutError, ServiceError):
             first = pb.FromWorker()
         if not WORKER.fullmatch(first.hello.worker):
             message = "the first message of a worker must be a hello with a name of 12 hex digits"

@@ -64,7 +64,7 @@ async def serve(args: argparse.Namespace, access: Access) -> int:
                     hub.starts.drain()
                     hub.tell()
                 await asyncio.wait_for(first_of(now.wait(), asyncio.wait(keepers)), args.drain_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             print(f"sessions were still open after {args.drain_s:g} s", file=sys.stderr, flush=True)
         finally:
             for keeper in keepers:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import random
 import re
 import socket
@@ -15,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 
 import chess
 import gymnasium
@@ -767,18 +770,49 @@ def test_three_steps_with_tools_learn(warm, tmp_path):
 # OpenEnv
 
 
-ACTION = {"message": {"type": "string"}, "metadata": {"type": "object"}}
+ACTIONS = {
+    "letters": {
+        "properties": {
+            "message": {"type": "string"},
+            "loud": {"type": "boolean"},
+            "metadata": {"type": "object"},
+        },
+        "required": ["message"],
+    },
+    "tools": {
+        "properties": {
+            "type": {"const": "call_tool"},
+            "tool_name": {"type": "string"},
+            "arguments": {"type": "object"},
+        },
+        "required": ["tool_name"],
+    },
+}
+TOOLS = {"price": {"item": {"type": "string"}}, "answer": {"price": {"type": "integer"}}}
+
+
+def refused(*errors):
+    """The answer to no action: fields -> what is wrong with each."""
+    errors = [{"loc": [field], "msg": why} for field, why in errors]
+    return {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
 
 
 class OpenEnvServer:
-    """An OpenEnv server in a thread: a letter is said, and an action earns how often its message
-    has it. Written after openenv-core 0.3, without its code."""
+    """The environments of openenv_game.py behind a server in a thread, by the protocol of openenv
+    0.10 and without its code."""
 
-    def __init__(self, properties=ACTION, room: int = 99):
-        self.properties, self.room, self.sessions, self.asked = properties, room, 0, []
+    def __init__(self, kind: str = "letters", room: int = 99, heartbeat_s: float | None = None):
+        self.kind, self.room, self.heartbeat_s = kind, room, heartbeat_s
+        self.sessions, self.asked = 0, []
         app = web.Application()
         app.router.add_get("/schema", self.schema)
         app.router.add_get("/ws", self.session)
+        if kind == "tasks":
+            self.kind = "letters"
+            app.router.add_get("/list_environments", json_of(["Tasks"]))
+            splits = [{"name": name, "type": name} for name in ("train", "test")]
+            app.router.add_get("/Tasks/splits", json_of(splits))
+            app.router.add_post("/Tasks/num_tasks", self.num_tasks)
         self.loop, ready = asyncio.new_event_loop(), threading.Event()
         self.thread = threading.Thread(target=self.serve, args=(app, ready), daemon=True)
         self.thread.start()
@@ -802,12 +836,14 @@ class OpenEnvServer:
 
     async def schema(self, request):
         self.asked.append(request.headers.get("Authorization"))
-        return web.json_response(
-            {"action": {"properties": self.properties, "required": ["message"]}}
-        )
+        return web.json_response({"action": ACTIONS[self.kind]})
+
+    async def num_tasks(self, request):
+        split = (await request.json())["split"]
+        return web.json_response({"num_tasks": {"train": 5, "test": 2}[split]})
 
     async def session(self, request):
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(heartbeat=self.heartbeat_s)
         await socket.prepare(request)
         self.sessions += 1
         if self.sessions > self.room:
@@ -816,26 +852,24 @@ class OpenEnvServer:
             )
             await socket.close()
             return socket
-        game = {}
+        game = {"letter": "a", "steps": 0}
         async for message in socket:
             asked = message.json()
             self.asked.append(asked)
-            answer = await self.answer(game, asked["type"], asked.get("data"))
+            act = self.call if self.kind == "tools" else self.answer
+            answer = await act(game, asked["type"], asked.get("data"))
             if answer is None:
                 break
-            kind = asked["type"] if asked["type"] == "state" else "observation"
+            kind = asked["type"] if asked["type"] in ("state", "mcp") else "observation"
             await socket.send_json({"type": "error" if "code" in answer else kind, "data": answer})
         await socket.close()
         return socket
 
     async def answer(self, game, kind, data):
         if kind == "reset":
-            game |= {"letter": string.ascii_lowercase[data.get("seed", 0) % 26], "steps": 0}
-            return {
-                "observation": {"said": game["letter"], "metadata": {}},
-                "reward": None,
-                "done": False,
-            }
+            number = data.get("seed") or data.get("index") or 0
+            game |= {"letter": string.ascii_lowercase[number % 26], "steps": 0}
+            return observed({"said": game["letter"]})
         if kind == "state":
             return {"episode_id": "x", "step_count": game["steps"]}
         text = data.get("message") if kind == "step" else None
@@ -844,36 +878,107 @@ class OpenEnvServer:
         if text == "hang":
             await asyncio.sleep(2)
         if not isinstance(text, str):
-            return {"message": "Invalid message", "code": "VALIDATION_ERROR"}
+            return refused(("message", "Field required"))
         if text == "raise":
             return {"message": "no fuel", "code": "EXECUTION_ERROR"}
+        if text == "broken":
+            return refused(("said", "Field required"))
         game["steps"] += 1
-        reward = float(text.count(game["letter"]))
-        return {
-            "observation": {"said": game["letter"], "metadata": {}},
-            "reward": reward,
-            "done": game["steps"] == 3,
-        }
+        reward = None if text == "unpaid" else float(text.count(game["letter"]))
+        return observed({"said": game["letter"]}, reward, text == "unpaid" or game["steps"] == 3)
+
+    async def call(self, game, kind, data):
+        if kind == "reset":
+            return observed({}) | {"observation": {"metadata": {"message": BRUSH}}}
+        if kind == "close":
+            return None
+        if kind == "state":
+            return {"step_count": game["steps"]}
+        if kind == "mcp":
+            tools = [
+                {"name": n, "inputSchema": {"type": "object", "properties": p, "required": [*p]}}
+                for n, p in TOOLS.items()
+            ]
+            return {"result": {"tools": tools}}
+        name, arguments, error = data["tool_name"], data["arguments"], None
+        game["steps"] += 1
+        if name not in TOOLS:
+            error = {"error_type": "tool_not_found", "message": f"Unknown tool: {name!r}"}
+        elif arguments.keys() != TOOLS[name].keys():
+            error = {"error_type": "invalid_args", "message": "Missing required argument"}
+        elif arguments == {"item": "fog"}:
+            error = {"error_type": "execution_error", "message": "fog has no price"}
+        called = {"tool_name": name, "error": error, "result": None}
+        if error:
+            return observed(called)
+        right = arguments.get("price") == 5
+        text = "thanks" if name == "answer" else str(len(arguments["item"]))
+        called["result"] = {"content": [{"type": "text", "text": text}]}
+        return observed(called, *((float(right), True) if name == "answer" else ()))
+
+
+BRUSH = "What does a brush cost?"
+
+
+def observed(observation, reward=None, done=False):
+    return {"observation": {"metadata": {}, **observation}, "reward": reward, "done": done}
+
+
+def json_of(value):
+    async def handler(request):
+        return web.json_response(value)
+
+    return handler
+
+
+@pytest.fixture(scope="module")
+def openenv_urls():
+    """URL by kind of servers of the package `openenv`, or of openenv-core."""
+    python = os.environ.get("RL_CORE_OPENENV") or (find_spec("openenv") and sys.executable)
+    if not python:
+        pytest.skip("openenv is not installed: bash scripts/test_versions.sh openenv")
+    command = [python, str(ROOT / "tests/envs/openenv_game.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        ports = json.loads(process.stdout.readline())
+        for port in ports.values():
+            wait_until(lambda p=port: answers(f"http://127.0.0.1:{p}/health"), "it serves")
+        yield {kind: f"http://127.0.0.1:{port}" for kind, port in ports.items()}
+        process.stdin.close()
+
+
+def answers(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(url, timeout=30).status == 200
+    except OSError:
+        return False
 
 
 @pytest.fixture
-def openenv(monkeypatch):
-    """openenv(how the server is made) -> (the environment, the server)."""
-    servers = []
+def openenv(monkeypatch, request):
+    """openenv(the server's kind, how it is made) -> the environment and the server."""
+    servers, is_real = [], getattr(request, "param", "ours") == "openenv"
 
-    def make(step_s: float = 60.0, token: str = "", **settings):
-        servers.append(OpenEnvServer(**settings))
-        monkeypatch.setenv("OPENENV_URL", servers[-1].url + "/")
+    def make(kind: str = "letters", step_s: float = 60.0, token: str = "", **settings):
+        if is_real:
+            url = request.getfixturevalue("openenv_urls")[kind]
+        else:
+            servers.append(OpenEnvServer(kind, **settings))
+            url = servers[-1].url
+        monkeypatch.setenv("OPENENV_URL", url + "/")
         monkeypatch.setenv("OPENENV_TOKEN", token)
         env = env_of("openenv_client")
         monkeypatch.setitem(env.hooks["rollout"].function.__globals__, "STEP_S", step_s)
-        return env, servers[-1]
+        return env, None if is_real else servers[-1]
 
     yield make
     for server in servers:
         server.close()
 
 
+on_both = pytest.mark.parametrize("openenv", ["ours", "openenv"], indirect=True)
+
+
+@on_both
 def test_an_episode_is_a_session_of_reset_steps_and_state(openenv):
     env, server = openenv(token="sesame")
     outcome = stage.play(
@@ -885,13 +990,16 @@ def test_an_episode_is_a_session_of_reset_steps_and_state(openenv):
         [2, 1, 0],
         {"steps": 3, "illegal": 0},
     )
-    steps = [{"type": "step", "data": {"message": text}} for text in ("bbc", "b", "x")]
-    asked = [{"type": "reset", "data": {"seed": 1}}, *steps, {"type": "state"}, {"type": "close"}]
-    wait_until(lambda: server.asked == ["Bearer sesame", *asked], "the session is closed")
+    if server:
+        steps = [{"type": "step", "data": {"message": text}} for text in ("bbc", "b", "x")]
+        reset = {"type": "reset", "data": {"seed": 1}}
+        asked = ["Bearer sesame", reset, *steps, {"type": "state"}, {"type": "close"}]
+        wait_until(lambda: server.asked == asked, "the session is closed")
 
 
+@on_both
 def test_an_action_of_several_fields_is_json_and_what_is_none_costs(openenv):
-    env, _ = openenv(properties=ACTION | {"loud": {"type": "boolean"}})
+    env, _ = openenv()
     # Only `message` is required, so that text will do; the actor reads a refusal of the server.
     outcome = stage.play(
         env, "a", '{"loud": true}', "{a", '{"message": "aa"}', row={"prompt": "Go."}
@@ -901,11 +1009,85 @@ def test_an_action_of_several_fields_is_json_and_what_is_none_costs(openenv):
         "illegal": 2,
     }
     spoken = [m["content"] for m in outcome.messages if m["role"] == "user"]
-    assert "VALIDATION_ERROR" in spoken[2] and spoken[3].startswith(
-        "That is no action: Expecting property name"
-    )
+    assert spoken[2] == "That is no action: message: Field required"
+    assert spoken[3].startswith("That is no action: Expecting property name")
     cut = stage.play(env, "aaaa", row={"prompt": "Go."}, max_tokens=2)
     assert (cut.status, cut.reward) == ("truncated", -0.05)
+
+
+@pytest.mark.parametrize(
+    "field, reply, action",
+    [
+        ({"type": "integer"}, "3", 3),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"$ref": "#/$defs/Way"}, "left", "left"),
+        ({"anyOf": [{"$ref": "#/$defs/Way"}, {"type": "null"}]}, "left", "left"),
+    ],
+)
+def test_a_reply_is_the_value_of_the_only_field(field, reply, action):
+    names = env_of("openenv_client").hooks["rollout"].function.__globals__
+    schema = {"properties": {"move": field}, "$defs": {"Way": {"enum": ["left"], "type": "string"}}}
+    assert names["action_of"](reply, names["fields_of"](schema)) == {"move": action}
+
+
+@on_both
+def test_tools_of_an_openenv_server_are_called(openenv):
+    env, _ = openenv("tools")
+    calls = [
+        called("price", item="brush"),
+        called("price", item="fog"),
+        called("price", thing="brush"),
+        called("cost", item="brush"),
+        called("price", item="a") + called("answer", price=5) + called("price", item="b"),
+    ]
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + stage.chat_of().chat_template
+    actors = stage.cast(template=template, policy=calls)
+    [outcome] = stage.run(env, actors, rows=[{"prompt": "Go."}], max_tokens=400)
+    assert outcome.turn_rewards == [0, 0, -0.05, -0.05, 1]
+    assert (outcome.metrics["steps"], outcome.metrics["illegal"]) == (6, 2)
+    first_prompt = actors["policy"].engine.asked[0][0]
+    assert '"answer"' in first_prompt and BRUSH in first_prompt
+    texts = [m["content"] for m in outcome.messages if m["role"] == "tool"]
+    assert texts[0] == "5" and "fog has no price" in texts[1] and "invalid_args" in texts[2]
+    assert texts[3:] == ["tool_not_found: Unknown tool: 'cost'"]
+    ended = stage.play(
+        env, called("price", item="brush"), "It costs 5.", row={"prompt": "Go."}, max_tokens=400
+    )
+    assert (ended.turn_rewards, ended.metrics["steps"]) == ([0, 0], 1)
+
+
+@on_both
+def test_tasks_of_an_openenv_server_are_rows(openenv):
+    env, _ = openenv("tasks")
+    resets = [[row["reset"] for row in env.load_tasks(split)] for split in ("train", "eval")]
+    assert resets[0] == [{"split": "train", "index": n} for n in range(5)]
+    assert resets[1] == [{"split": "test", "index": n} for n in range(2)]
+    row = env.load_tasks("train")[2]
+    assert stage.play(env, "c", "x", "cc", row=row).turn_rewards == [1, 0, 2]
+    env, _ = openenv()
+    assert [len(env.load_tasks(split)) for split in ("train", "eval")] == [1000, 100]
+
+
+@on_both
+def test_an_openenv_server_waits_for_actors_that_think(openenv):
+    """The real server has room for two of four episodes. Both close sessions without pongs."""
+    env, _ = openenv(heartbeat_s=0.5)
+    actors = stage.cast(wait_s=2.0, policy=["aa", "a", "x"])
+    outcome = stage.run(env, actors, rows=[{"prompt": "Go."}], group_size=4)
+    assert [(t.error, t.reward) for t in outcome] == [("", 3)] * 4
+
+
+@on_both
+def test_an_openenv_server_that_raises_is_the_cause(openenv):
+    row = {"prompt": "Go."}
+    env, _ = openenv()
+    for text, cause in (
+        ("raise", "failed at 'step': no fuel (EXECUTION_ERROR)"),
+        ("broken", "failed at 'step': said: Field required"),
+        ("unpaid", "ended the episode and gave no reward"),
+    ):
+        assert cause in stage.error_of(env, text, row=row)
 
 
 def test_an_openenv_server_that_fails_is_the_cause(openenv):
@@ -918,7 +1100,6 @@ def test_an_openenv_server_that_fails_is_the_cause(openenv):
         and "stayed full for 0.2 s" in error
     )
     env, _ = openenv(step_s=0.3)
-    assert "failed at 'step': no fuel (EXECUTION_ERROR)" in stage.error_of(env, "raise", row=row)
     assert "closed the connection after 'step'" in stage.error_of(env, "die", row=row)
     assert "did not answer to 'step' within 0.3 s" in stage.error_of(env, "hang", row=row)
     with socket.create_server(("127.0.0.1", 0)) as silent:

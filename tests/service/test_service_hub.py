@@ -49,7 +49,7 @@ async def happens(fact, description: str) -> None:
 
     try:
         await asyncio.wait_for(wait(), 30)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise AssertionError(description) from None
 
 

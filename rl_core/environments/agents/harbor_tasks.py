@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -28,11 +29,6 @@ from rl_core.sandbox.box_settings import WITH_SIDECARS, BoxLimits, HealthCheck
 from rl_core.sandbox.engines import ENGINES
 from rl_core.sandbox.roots import unreachable_mirrors
 from rl_core.types import JSON, Row
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 UNITS_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 # A value of an `env` section that names a variable, with its default if there is one.
