@@ -275,7 +275,7 @@ class BoxService:
             return
         try:
             await asyncio.wait_for(self.call("ending a box", sandbox.kill), TRANSFER_S)
-        except (RemoteError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RemoteError) as error:
             print(
                 f"warning: box {sandbox.id} could not be ended ({error}); it ends by itself in "
                 f"{self.settings.idle_s:.0f} to {self.settings.lifetime_s:.0f} s",
@@ -430,7 +430,7 @@ class RemoteBox:
             code = await asyncio.wait_for(
                 self.start_command(argv, stdin, stdout, stderr, timeout_s), timeout_s
             )
-        except asyncio.TimeoutError:
+        except TimeoutError:
             timed_out, code = True, KILLED
         except BaseException:
             # The connection was cut, or the call was cancelled.
@@ -494,7 +494,7 @@ class RemoteBox:
         calling = self.call_exec(["/bin/sh", "-c", *argv], stdout, stderr, TRANSFER_S)
         try:
             code = await asyncio.wait_for(calling, TRANSFER_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             text = f"box {self.sandbox.id} did not answer within {TRANSFER_S:.0f} s"
             raise RemoteError(f"{self.service.name}: {text}") from None
         return code, stdout.data(), stderr.text().strip()
@@ -519,7 +519,7 @@ class RemoteBox:
             return await asyncio.wait_for(
                 self.service.call("moving a file", request), 2 * TRANSFER_S
             )
-        except asyncio.TimeoutError:
+        except TimeoutError:
             text = f"box {self.sandbox.id}: moving a file took over {2 * TRANSFER_S:.0f} s"
             raise RemoteError(f"{self.service.name}: {text}") from None
         except RemoteError as error:

@@ -43,7 +43,7 @@ async def start_sidecars(engine: str, box: str, settings: BoxSettings, hosts: Pa
     which outlives the services. Raises OSError."""
     try:
         await asyncio.wait_for(start_in_order(engine, box, settings, hosts), OPEN_S)
-    except (asyncio.TimeoutError, subprocess.TimeoutExpired):
+    except (TimeoutError, subprocess.TimeoutExpired):
         names = ", ".join(sidecar.name for sidecar in settings.sidecars)
         raise OSError(f"the services {names} were not ready within {OPEN_S:.0f} s") from None
 
