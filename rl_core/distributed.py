@@ -35,6 +35,7 @@ CONNECT_HINT = (
 )
 # Beats of a heartbeat in one --timeout_s, and the longest time between two of them.
 BEATS, MAX_BEAT_S = 10, 5.0
+MPS = "mps"  # torch's name of an Apple GPU.
 NAMES_A_GPU = re.compile(r"\s*(\d|GPU-|MIG-)")  # A value of CUDA_VISIBLE_DEVICES.
 
 
@@ -247,11 +248,44 @@ def device_of_rank(local_rank: int, num_visible: int, visible: str | None) -> to
     return torch.device("cuda", 0 if num_visible == 1 else local_rank)
 
 
-def this_device() -> torch.device:
-    """The device of this process, by LOCAL_RANK. Raises the errors of device_of_rank()."""
+def this_device(name: str = "auto") -> torch.device:
+    """The device of this process, by --device and LOCAL_RANK. Raises the errors of check_device()
+    and device_of_rank(). "auto" never takes an Apple GPU: results are those of other CPUs."""
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    check_device(name, num_visible, torch.backends.mps.is_available(), num_ranks)
+    if name == MPS:
+        return torch.device(MPS)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if torch.backends.cuda.is_built() else None
     return device_of_rank(int(os.environ.get("LOCAL_RANK", 0)), num_visible, visible)
+
+
+def check_device(name: str, num_visible: int, has_mps: bool, num_ranks: int) -> None:
+    """Raises ValueError if a machine with these GPUs lacks the device that --device names, or if
+    several ranks cannot use that device."""
+    if name == "cuda" and not num_visible:
+        raise ValueError("--device=cuda: torch sees no GPU; leave --device out to run on the CPU")
+    if name == "cpu" and num_visible:
+        raise ValueError(
+            f"--device=cpu: torch sees {num_visible} GPUs; hide them by CUDA_VISIBLE_DEVICES=''"
+        )
+    if name == MPS and not has_mps:
+        raise ValueError(
+            "--device=mps: torch sees no Apple GPU, which needs macOS on Apple silicon; leave "
+            "--device out to run on the CPU"
+        )
+    if name == MPS and num_ranks > 1:
+        raise ValueError(
+            f"--device=mps: {num_ranks} ranks cannot exchange tensors of an Apple GPU, since gloo "
+            "does not support MPS; start one rank, or leave --device out"
+        )
+
+
+def in_fp64(value: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The value in fp64 on the device, by default its own; on the CPU if that is an Apple GPU,
+    which has no fp64."""
+    device = device or value.device
+    return value.to("cpu" if device.type == MPS else device).double()
 
 
 def check_gpus_differ(gpus: Sequence[str]) -> None:
@@ -273,14 +307,16 @@ def init_ranks(
     mesh: Mesh | None = None,
     is_sharded: bool = False,
     groups: Sequence[Sequence[int]] = (),
+    device_name: str = "auto",
 ) -> Ranks:
     """This process's ranks, from torchrun's variables. Makes a process group for several ranks, or
     for a single rank with sharded weights (mixed precision). Without a mesh all ranks are data
     parallel. Ranks beyond the mesh only sample; learning and sampling ranks form separate process
     groups, numbered from 0. So do `groups`, whose first rank plays episodes; `mesh` is then that of
-    this rank's group. Raises RunError if a rank does not join within `timeout_s`."""
+    this rank's group. `device_name`: --device. Raises RunError if a rank does not join within
+    `timeout_s`."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    device = this_device()
+    device = this_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1 and not is_sharded:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from rl_core.distributed import Ranks, all_gather_json
+from rl_core.distributed import Ranks, all_gather_json, in_fp64
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ def reduce_metrics(metrics: dict[str, Metric], ranks: Ranks) -> dict[str, float]
             value = getattr(metric, field.name)
             sent[name].append(value)
             if torch.is_tensor(value):
-                tensors[name, position] = value.to(ranks.device, torch.float64)
+                tensors[name, position] = in_fp64(value, ranks.device)
     # The device is waited for once.
     numbers = torch.stack([*tensors.values()]).tolist() if tensors else []
     for (name, position), number in zip(tensors, numbers, strict=True):

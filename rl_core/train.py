@@ -63,7 +63,7 @@ def run_command(argv: list[str] | None) -> int:
         gc.set_threshold(NEW_OBJECTS)
         gc.enable()
         groups = [group.ranks for group in plan.rank_groups]
-        ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups)
+        ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups, config.device)
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # Every rank has checked that the folder is free.
             check_ranks_agree(plan, ranks)

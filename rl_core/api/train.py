@@ -225,7 +225,7 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
 
     modules = {env.name: env.module() for env in environments if not env.is_file}
     plan = make_plan(config, modules, custom=custom)
-    ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
+    ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), device_name=config.device)
     try:
         with locked(config.folder):
             trainer = Trainer(plan, ranks)

@@ -86,6 +86,9 @@ class Config(Section):
     max_staleness: Count = flag(
         0, "asynchronous: versions by which samples may be off-policy", only=RL
     )
+    device: Literal["auto", "cpu", "cuda", "mps"] = flag(
+        "auto", "mps: an Apple GPU (docs/quickstart.md); auto: CUDA's GPUs, else the CPU"
+    )
     attention: Literal["auto", "torch", "flash_attn"] = flag(
         "auto", "varlen attention kernel; auto: flash_attn if it imports, else torch's"
     )

@@ -77,3 +77,33 @@ OF_INFERENCE = [
         "it out",
     ),
 ]
+
+# What torch, or a library, lacks on an Apple GPU. c: as above.
+OF_MPS = [
+    (
+        lambda c: c.engine not in ("auto", "embedded") or any(a.servers for a in c.actors.values()),
+        "--device=mps samples with the embedded engine alone; leave out --engine={c.engine} and "
+        "engine_urls, or --device",
+    ),
+    (
+        lambda c: c.learner.dtype not in ("auto", "float32"),
+        "--device=mps trains in float32, since FSDP's mixed precision does not support MPS; leave "
+        "out --learner.dtype={c.learner.dtype}, or --device",
+    ),
+    (
+        lambda c: c.learner.offload != "none" or c.learner.activations == "offload",
+        "--device=mps offloads nothing: an Apple GPU has the CPU's memory. Leave out "
+        "--learner.offload and --learner.activations=offload, or --device",
+    ),
+    (
+        lambda c: c.learner.kernels != "default",
+        "--device=mps has no --learner.kernels={c.learner.kernels}; leave one out",
+    ),
+    (
+        lambda c: (
+            c.optim.name == "adamw8bit" or any(a.lora.quantize != "none" for a in c.actors.values())
+        ),
+        "--device=mps has no kernels of bitsandbytes; leave out --optim.name=adamw8bit and "
+        "lora.quantize, or --device",
+    ),
+]

@@ -71,7 +71,8 @@ class AdapterTable:
     def of_rows(self, names: list[str]) -> Iterator[None]:
         """Inside, row i of a forward uses the adapter names[i]."""
         rows = torch.tensor([[[self.numbers[name]]] for name in names])
-        self.others = rows.to(self.owners.device, non_blocking=True) != self.owners
+        device = self.owners.device
+        self.others = rows.to(device, non_blocking=device.type == "cuda") != self.owners
         try:
             yield
         finally:

@@ -612,9 +612,10 @@ class EmbeddedEngine(Engine):
         )
 
     def _to_device(self, rows: Sequence[Numbers | float], dtype: torch.dtype) -> Tensor:
-        device = self.model.device
-        numbers = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
-        return numbers.to(device, non_blocking=True)
+        device, is_gpu = self.model.device, self.model.device.type == "cuda"
+        numbers = torch.tensor(rows, dtype=dtype, pin_memory=is_gpu)
+        # On MPS such a copy may read memory that is freed by then (pytorch/pytorch#189690).
+        return numbers.to(device, non_blocking=is_gpu)
 
     def _using_adapters(self, requests: list[GenerationRequest]) -> AbstractContextManager[None]:
         """Inside, each row of a forward uses the adapter of its request."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
-from rl_core.distributed import Ranks
+from rl_core.distributed import MPS, Ranks
 from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
 from rl_core.learning.optimizers import missing_state_bytes
@@ -218,6 +218,8 @@ class EngineFactory:
             log=Path(config.out) / f"engine_{name}{role}_{ranks.rank:05d}.log",
             start_timeout_s=config.timeout_s,
         )
+        # An Apple GPU has the CPU's memory.
+        offloads = self.takes_turns and ranks.device.type != MPS
         if self.has_server(name):
             spec.server = server_spec(config, url, reserved)
             resender = self.resender(ranks)
@@ -229,7 +231,7 @@ class EngineFactory:
             spec.embedded = EmbeddedSpec(
                 sampler=self.choose_sampler,
                 recorder=recorder_of(actor),
-                offloads_weights=self.takes_turns and not self.shares_weights(learner),
+                offloads_weights=offloads and not self.shares_weights(learner),
             )
         return cast(MakeEngine, self.classes[name])(spec)
 

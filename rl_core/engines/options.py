@@ -54,7 +54,7 @@ def auto_engine(config: Config) -> tuple[str, str]:
     actors = config.actors
     owners = [actors[actor.lora_base] for actor in actors.values() if actor.lora_base in actors]
     is_4_bit = any(owner.lora.quantize != "none" for owner in owners)
-    if not torch.cuda.is_available():
+    if config.device == "mps" or not torch.cuda.is_available():
         return "embedded", ""
     if is_4_bit:
         return "embedded", "it alone reads a shared model in 4 bits"

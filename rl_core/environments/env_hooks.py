@@ -90,11 +90,17 @@ def make_env(
     )
 
 
-def machine_check(has: dict[str, object]) -> Callable[[], None] | None:
+def machine_check(has: dict[str, object]) -> Callable[[], object] | None:
     """A check for the boxes that a file uses: by `box`, by an import of `boxes`, or by an import of
-    a function whose module has that import."""
+    a function whose module has that import. Outside Linux, also for a sandbox of the file."""
     from rl_core.sandbox import boxes
 
+    if sys.platform != "linux":
+        from rl_core.sandbox import Sandbox
+
+        for value in has.values():
+            if isinstance(value, Sandbox):
+                return value.start
     box = has.get("box")
     modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
     if not box and all(module.get("boxes") is not boxes for module in modules):

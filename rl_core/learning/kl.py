@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_core.algorithms import Algorithm, kl_estimate
+from rl_core.distributed import in_fp64
 from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import LearnerContext, LearnerExtension
 from rl_core.metrics import Metric
@@ -93,7 +94,8 @@ def kl_penalised(a: Algorithm, batch: PackedBatch) -> Tensor:
 def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
     """[M] for each token the sum of its sequence's values from that token on, where the value l
     trained tokens later is weighted by decay^l. Without a gradient."""
-    sums = values.detach().double().clone()
+    sums = in_fp64(values.detach()).clone()
+    sequences = sequences.to(sums.device)
     reach = 1
     while reach < len(sums):
         # Sums over `reach` tokens become sums over twice as many, in log2 passes over all sequences
@@ -101,4 +103,4 @@ def sums_to_go(values: Tensor, sequences: Tensor, decay: float = 1.0) -> Tensor:
         is_same = sequences[reach:] == sequences[:-reach]
         sums[:-reach] += decay**reach * sums[reach:].where(is_same, 0.0)
         reach *= 2
-    return sums.to(values.dtype)
+    return sums.to(values.dtype).to(values.device)

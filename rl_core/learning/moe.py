@@ -248,5 +248,7 @@ def token_weights(batch: PackedBatch, tokens: Tensor, repeats_prompts: bool) -> 
 
 
 def sent(value: Tensor, device: torch.device) -> Tensor:
-    """The value on the device, copied asynchronously."""
-    return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+    """The value on the device, copied to a GPU asynchronously."""
+    if device.type != "cuda":
+        return value.to(device)
+    return value.pin_memory().to(device, non_blocking=True)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.config import Config, CriticConfig
+from rl_core.distributed import in_fp64
 from rl_core.learning.kl import sums_to_go
 from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension, mean_of
 from rl_core.learning.minibatches import Minibatch
@@ -136,7 +137,7 @@ def value_losses(
 
 def value_sums(values: Tensor, rewards_to_go: Tensor) -> dict[str, Metric]:
     """Sums for value_metrics(), which add up over batches and ranks."""
-    goal, error = rewards_to_go.double(), (rewards_to_go - values).double()
+    goal, error = in_fp64(rewards_to_go), in_fp64(rewards_to_go - values)
     numbers = {"goal": goal, "goal_square": goal.square()}
     numbers |= {"error": error, "error_square": error.square()}
     return {name: mean_of(value) for name, value in numbers.items()}

@@ -5,7 +5,7 @@ or over the tokens of each environment (task), or only divides by the environmen
 from __future__ import annotations
 
 from rl_core.data.episodes import NO_SPREAD
-from rl_core.distributed import Ranks
+from rl_core.distributed import Ranks, in_fp64
 from rl_core.learning.advantages import Judged
 from rl_core.learning.learner import LearnerExtension, mean_of
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
@@ -24,7 +24,7 @@ class BatchWhitening(LearnerExtension):
         if not batches:  # Then no rank has any.
             return {}
         for batch in batches:
-            values = batch.advantages.double()
+            values = in_fp64(batch.advantages)
             add_metrics(sums, {"mean": mean_of(values), "square": mean_of(values.square())})
         means = reduce_metrics(sums, self.ranks)
         scale = deviation(**means)

@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rl_core.distributed import MPS
+
 # Size of one fp32 tile, which stays in the cache of a CPU. Products of fewer than 512 tokens or
 # 2048 ids are slow.
 CPU_TILE_BYTES, CUDA_TILE_BYTES = 4 << 20, 64 << 20
@@ -314,12 +316,12 @@ def logit_gradients(
 
 def sums_in_fp32(b: Tensor) -> bool:
     """True if a product with b can have an fp32 result although b is not in fp32."""
-    return b.device.type != "cpu" and b.dtype != sum_dtype(b)
+    return b.device.type not in ("cpu", MPS) and b.dtype != sum_dtype(b)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of bf16 factors in fp32, not rounded to bf16. On a CPU, where torch cannot do that, the
-    factors are raised."""
+    """a @ b of bf16 factors in fp32, not rounded to bf16. On a CPU and an Apple GPU, where torch
+    cannot do that, the factors are raised."""
     dtype = sum_dtype(b)
     if sums_in_fp32(b):
         return torch.mm(a.to(b.dtype), b, out_dtype=dtype)

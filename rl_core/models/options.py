@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.config import LearnerConfig
+from rl_core.distributed import MPS
 from rl_core.models.attention import Kernel
 from rl_core.models.policy import Policy, backbone
 
@@ -23,7 +24,7 @@ LLAMA_LAYOUT = ("llama", "mistral", "qwen2", "qwen3")
 
 def choose_attention(name: str, device: torch.device) -> Kernel:
     """The attention kernel that --attention names; `auto` depends on the device."""
-    if device.type == "cpu" and name in ("auto", "torch"):
+    if device.type in ("cpu", MPS) and name in ("auto", "torch"):
         from rl_core.models.kernels.cpu_attention import DENSE
 
         return DENSE

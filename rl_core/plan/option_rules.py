@@ -6,7 +6,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from rl_core.config import ActorConfig, Config
-from rl_core.config.learner import OF_INFERENCE
+from rl_core.config.learner import OF_INFERENCE, OF_MPS
 from rl_core.config.rules import check_actors, check_envs
 from rl_core.engines.options import ENGINES
 from rl_core.errors import nearest, refuse, require
@@ -26,6 +26,8 @@ def check_options(config: Config) -> None:
                 raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
         if settings.optim.name == "adamw8bit":
             require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
+        if config.device == "mps":
+            refuse(OF_MPS, c=settings)
         if settings.learner.logprob_microbatch_tokens:
             refuse(OF_INFERENCE, c=settings)
     if config.learner.kernels == "liger":

@@ -20,7 +20,7 @@ from rl_core.config.rules import check, check_algorithm
 from rl_core.data.chat import Chat
 from rl_core.data.published_sets import naming_recipes
 from rl_core.data.tasks import Tasks, TaskSource
-from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
+from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh, this_device
 from rl_core.engines.options import auto_engine, engine_factory
 from rl_core.environments import env_file
 from rl_core.parallel.rank_groups import RankGroup, rank_groups_of
@@ -253,6 +253,8 @@ def choose_engine(
         if reason and config.is_rl and not int(os.environ.get("RANK", 0)):
             print(f"--engine auto: {name}, because {reason}", file=sys.stderr)
         config = replace(config, engine=name)
+    if not is_planned and config.device != "auto":
+        this_device(config.device)
     check_options(config)
     if config.is_rl:
         config = with_top_k(config)

@@ -49,7 +49,7 @@ class Env:
     turns_from: str  # Source of max_turns, for errors: "of --max_turns".
     tools: list[JSONObject] | None
     # Raises RuntimeError if the file opens boxes and this machine cannot make them.
-    check_machine: Callable[[], None] | None
+    check_machine: Callable[[], object] | None
     # Hash of the file. For a served file, which may change, the last hash received.
     code: Callable[[], str]
 

@@ -46,7 +46,8 @@ ETC = {
 ETC_OF_NETWORK = ["/etc/resolv.conf", "/etc/ssl", "/etc/pki", "/etc/ca-certificates"]
 # An agent's programs serve and connect inside the box.
 ALLOWED = {"socket", "connect", "bind", "listen", "pidfd_open"}
-FAMILIES = {int(socket.AF_UNIX), int(socket.AF_INET), int(socket.AF_INET6), int(socket.AF_NETLINK)}
+AF_NETLINK = 16  # socket.AF_NETLINK, which Python has on Linux alone.
+FAMILIES = {int(socket.AF_UNIX), int(socket.AF_INET), int(socket.AF_INET6), AF_NETLINK}
 MAX_FAMILY = 64
 # Done in name only: the box has one user, and archives name others.
 OWNERS = ["chown", "fchown", "lchown", "fchownat"]
@@ -60,6 +61,8 @@ ERRORS = {
 
 def find_bwrap() -> str:
     """Its path. Raises OSError."""
+    if sys.platform != "linux":
+        raise OSError("bubblewrap needs Linux")
     path = shutil.which("bwrap")
     if path is None:
         raise OSError("bwrap is not installed; on Debian: apt-get install bubblewrap")
@@ -99,7 +102,7 @@ def compile_filter(is_image: bool = False) -> bytes:
     for family in set(range(MAX_FAMILY)) - FAMILIES:
         made.add_rule(refused, "socket", seccomp.Arg(0, seccomp.EQ, family))
     made.add_rule(refused, "socket", seccomp.Arg(0, seccomp.GE, MAX_FAMILY))
-    netlink = seccomp.Arg(0, seccomp.EQ, int(socket.AF_NETLINK))
+    netlink = seccomp.Arg(0, seccomp.EQ, AF_NETLINK)
     # Programs such as useradd take this error for a kernel without audit.
     unknown = seccomp.ERRNO(errno.EPROTONOSUPPORT)
     made.add_rule(unknown, "socket", netlink, seccomp.Arg(2, seccomp.NE, 0))

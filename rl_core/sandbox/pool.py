@@ -107,12 +107,18 @@ class Pool:
         with self.lock:
             if self.pid == os.getpid() and self.control is not None:
                 return self.level
+            if sys.platform != "linux":
+                raise Refused(
+                    "code that a model wrote is isolated by Linux's kernel, and this machine runs "
+                    f"{sys.platform}; train on Linux, or in a Linux container (docker run -it "
+                    "python:3.12)"
+                )
             reasons = []
             for level in self.levels:
                 try:
                     self.begin(level)
                     return self.level
-                # AttributeError: only Linux has pidfds.
+                # AttributeError: Python was built without pidfds.
                 except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
                     reasons.append(f"{level}: {error}")
         raise Refused(

@@ -152,6 +152,8 @@ def versions() -> dict[str, str]:
 def devices() -> list[str]:
     import torch
 
+    if torch.backends.mps.is_available():
+        return [f"CPU, {os.cpu_count()} cores; an Apple GPU: --device mps"]
     gpus = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     return [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus] or [
         f"CPU, {os.cpu_count()} cores, no GPU"

@@ -162,7 +162,7 @@ async def player(
         check_lengths(config, envs, chats, None, source)
     for endpoint in endpoints.values():
         endpoint.ping()
-    ranks = init_ranks(config.timeout_s)
+    ranks = init_ranks(config.timeout_s, device_name=config.device)
     maker = engine_factory(config)
     engines = maker.make_all(chats, {}, ranks)
     made = [engine for engine in dict.fromkeys(engines.values()) if engine is not None]

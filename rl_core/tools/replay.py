@@ -111,7 +111,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     plan, asked = plan_learning(*load_envs(config)), plan_learning(*load_envs(other))
     first, checkpoint = checkpoint_before(run, step)
     files = {number: files_of(run, number, False) for number in (step, *range(first + 1, step))}
-    ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config))
+    ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), device_name=config.device)
     learners = load_learners(plan, ranks, checkpoint)
     differences = [0.0]
     for number in range(first + 1, step):

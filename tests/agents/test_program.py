@@ -16,6 +16,7 @@ from kit import wait_until
 
 from rl_core import scratch
 from rl_core.environments.agents.program import filled, run_command
+from rl_core.sandbox import reaper
 from rl_core.sandbox.output import MAX_OUTPUT_BYTES, Output
 
 ROW = {"question": "1 + 2?", "answer": 3}
@@ -158,7 +159,21 @@ def test_a_child_that_holds_the_pipe_is_not_waited_for():
     assert not is_running(int(result.stdout))
 
 
-async def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
+@pytest.fixture(params=["linux", "darwin"])
+def platform(request, tmp_path, monkeypatch):
+    """The platform that this process and its reapers take themselves to be on."""
+    if request.param != sys.platform:
+        file = tmp_path / "reaper.py"
+        file.write_text(
+            f"import runpy, sys; sys.platform = {request.param!r}\n"
+            f"runpy.run_path({reaper.__file__!r}, run_name='__main__')\n"
+        )
+        monkeypatch.setattr(reaper, "__file__", str(file))
+        monkeypatch.setattr(sys, "platform", request.param)
+    return request.param
+
+
+async def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path, platform):
     pid_file = tmp_path / "pid"
     code = DAEMON.replace("print(", "print(os.getpid(), ").replace(
         "flush=True", f"file=open({str(pid_file)!r}, 'w'), flush=True"
@@ -177,16 +192,19 @@ async def test_a_command_that_is_cancelled_ends_with_all_its_children(tmp_path):
 
 PLAYS = """
 import asyncio, sys
-from rl_core.environments.agents.program import run_command
-asyncio.run(run_command(sys.argv[1:], {"answer": 3}, {}))
+from rl_core.environments.agents.program import reaper, run_command
+reaper.__file__ = sys.argv[1]
+asyncio.run(run_command(sys.argv[2:], {"answer": 3}, {}))
 """
 
 
-def test_a_run_that_is_killed_leaves_no_process_and_the_next_run_removes_its_folder(tmp_path):
+def test_a_run_that_is_killed_leaves_no_process_and_the_next_run_removes_its_folder(
+    tmp_path, platform
+):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     daemon = DAEMON.replace("flush=True", "file=open('../pid', 'w'), flush=True")
-    command = [*python(PLAYS), *python(f"{daemon}\nimport time; time.sleep(999)")]
+    command = [*python(PLAYS), reaper.__file__, *python(f"{daemon}\nimport time; time.sleep(999)")]
     process = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(temporary)})
     pid_file = temporary / "pid"
     wait_until(lambda: pid_file.exists() and pid_file.read_text().strip(), "the daemon's pid")

@@ -48,7 +48,7 @@ reward_pretrain a reward model is called
 reward_model.model.path a reward model is called in the environment
 reward_model.enable a reward model is called in the environment
 use_cpu a run takes every GPU
-trainer.device a run takes every GPU
+trainer.device --device
 do_train a run trains
 reward.stop_properly_penalty_coef an environment punishes truncated
 remove_unused_columns columns stay

@@ -269,6 +269,7 @@ def test_two_ranks_refuse_bad_input_once_and_do_not_hang(case, tiny_model, tmp_p
 # From the flags alone
 
 MODEL = ["--model", "m", "--env_path", "x/talk.py", "--out", "x"]
+MPS = [*MODEL, "--device", "mps"]
 PAIR = ["--actors.bob.model", "m", "--actors.alice.model", "m", *MODEL[2:]]
 # An actor whose model others may share.
 BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", *MODEL[2:]]
@@ -311,8 +312,8 @@ FLAGS = [
     ),
     (
         MODEL,
-        "--device cuda",
-        "unknown flag --device; a run takes every GPU that torch sees, else the CPU: set CUDA_",
+        "--use_cpu true",
+        "unknown flag --use_cpu; a run takes every GPU that torch sees, else the CPU: set CUDA_",
     ),
     (MODEL, "--optim.lr", "--optim.lr has no value"),
     (MODEL, "--optim.lr fast", "--optim.lr=fast must be a valid number"),
@@ -501,6 +502,14 @@ FLAGS = [
         "--actors.bob.train false --actors.bob.engine_urls http://localhost:3",
         "--actors.bob.api URL/v1",
     ),
+    # an Apple GPU
+    (MPS, "--engine vllm", "samples with the embedded engine alone; leave out --engine=vllm"),
+    (MPS, "--actors.policy.engine_urls http://a:1", "and engine_urls, or --device"),
+    (MPS, "--learner.dtype bfloat16", "leave out --learner.dtype=bfloat16, or --device"),
+    (MPS, "--learner.offload phase", "Leave out --learner.offload and"),
+    (MPS, "--learner.activations offload", "an Apple GPU has the CPU's memory"),
+    (MPS, "--learner.kernels compile", "--device=mps has no --learner.kernels=compile"),
+    (MPS, "--optim.name adamw8bit", "no kernels of bitsandbytes"),
     # environments
     (MODEL, "--envs.talks.weight 2", "no such file; did you mean 'talk'"),
     (MODEL, "--envs.talk.weight 0", "none is trained in"),

@@ -4,18 +4,24 @@ tensor of another device."""
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import torchgen
+import yaml
 from kit import part_of
 from models_table import family_config
 from test_learner import FLAGS, ragged_samples
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rl_core import distributed
 from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
@@ -24,12 +30,13 @@ from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.options import OPTIMIZERS
+from rl_core.models import logprobs
 from rl_core.models.attention import NAME
 from rl_core.models.kernels.cpu_attention import DENSE
 from rl_core.models.policy import PackedForward, Policy
 from rl_core.run.evaluation.evaluation import loss_of_rows
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors
 # Every preset, each with what else looks at values: several updates, corrections, clipping, KL,
 # entropy.
@@ -174,9 +181,13 @@ def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
 def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(
     tiny_model, dtype, sampler
 ):
+    decode_a_step(tiny_model, dtype, sampler)
+
+
+def decode_a_step(path: Path, dtype: torch.dtype, sampler: type[SlotModel]) -> None:
     with META:
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(tiny_model), dtype=dtype
+            AutoConfig.from_pretrained(path), dtype=dtype
         ).eval()
         slots = sampler(model)
         cache = slots.make_cache(4, 64)
@@ -192,3 +203,64 @@ def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(
                 params = RowParams(numbers=numbers, num_ordered=num_ordered, num_kept=num_kept)
                 sampled = sample(logits, torch.zeros(3), params)
                 assert sampled.device == META and len(sampled) == 2 + num_kept
+
+
+@cache
+def operators() -> dict[str, dict]:
+    """torch's table of operators and of the devices that have a kernel of each."""
+    table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    rows = yaml.load(table.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {row["func"].partition("(")[0]: row for row in rows}
+
+
+def has_mps_kernel(name: str) -> bool:
+    row = operators().get(name, {})  # A variant that torch generates is composed of others.
+    if delegate := row.get("structured_delegate"):
+        return has_mps_kernel(delegate)
+    devices = ", ".join(row.get("dispatch", ["Composite"]))
+    return "Composite" in devices or "MPS" in devices.split(", ")
+
+
+class OnMps(TorchDispatchMode):
+    """Inside, meta tensors are those of an Apple GPU: without fp64, and with the operators that
+    torch has for MPS. A copy on the CPU has the values 1."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_copy = func is torch.ops.aten._to_copy.default and args[0].device == META
+        if is_copy and kwargs.get("device") == CPU:
+            assert kwargs.get("dtype", args[0].dtype) == args[0].dtype
+            return torch.ones(args[0].shape, dtype=args[0].dtype)
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        if any(x.device == META for x in tensors):
+            name = func._schema.name.removeprefix("aten::")
+            overload = func._schema.overload_name
+            name = f"{name}.{overload}" if overload else name
+            assert has_mps_kernel(name), f"{name} has no kernel for MPS"
+            wide = [x.shape for x in tensors if x.dtype == torch.float64 and x.device == META]
+            assert not wide, f"{name}: MPS has no fp64"
+        return result
+
+
+@pytest.fixture
+def meta_is_mps(monkeypatch):
+    for module in (distributed, logprobs):
+        monkeypatch.setattr(module, "MPS", "meta")
+
+
+@pytest.mark.parametrize("algorithm", LOSSES)
+def test_a_step_needs_no_fp64_and_no_operator_that_mps_lacks(tiny_model, algorithm, meta_is_mps):
+    learner = meta_learner(tiny_model, algorithm, LOSSES[algorithm])
+    samples = ragged_samples(16, shared_prompt=30)
+    if learner.algorithm.is_pairs:
+        samples = [dataclasses.replace(s, group_id=f"{i // 2:04d}") for i, s in enumerate(samples)]
+    with OnMps(), Reads():
+        minibatches, _ = learner.shard(samples)
+        learner.annotate(minibatches)
+        learner.step(minibatches, 0)
+
+
+@pytest.mark.parametrize("sampler", [SlotModel, LlamaSlots])
+def test_a_decode_step_needs_no_operator_that_mps_lacks(tiny_model, sampler, meta_is_mps):
+    with OnMps():
+        decode_a_step(tiny_model, torch.float32, sampler)

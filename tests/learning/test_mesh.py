@@ -13,6 +13,7 @@ import random
 import shutil
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from rl_core.distributed import (
     Ranks,
     all_gather_json,
     barrier,
+    check_device,
     check_gpus_differ,
     device_of_rank,
     local,
@@ -466,6 +468,27 @@ def test_a_rank_has_the_visible_gpu_of_its_number(local_rank, num_visible, visib
         return
     with pytest.raises(ValueError, match=expected):
         device_of_rank(local_rank, num_visible, visible)
+
+
+@pytest.mark.parametrize(
+    "name, num_visible, has_mps, num_ranks, expected",
+    [
+        ("auto", 0, True, 2, ""),
+        ("auto", 2, False, 2, ""),
+        ("cpu", 0, True, 2, ""),
+        ("cuda", 2, False, 2, ""),
+        ("mps", 0, True, 1, ""),
+        ("cpu", 2, False, 2, "torch sees 2 GPUs; hide them by CUDA_VISIBLE_DEVICES=''"),
+        ("cuda", 0, True, 1, "torch sees no GPU; leave --device out"),
+        ("mps", 0, False, 1, "torch sees no Apple GPU, .* leave --device out"),
+        ("mps", 0, True, 2, "2 ranks cannot exchange tensors .* start one rank"),
+    ],
+)
+def test_a_device_that_a_run_cannot_have_is_refused(
+    name, num_visible, has_mps, num_ranks, expected
+):
+    with pytest.raises(ValueError, match=expected) if expected else nullcontext():
+        check_device(name, num_visible, has_mps, num_ranks)
 
 
 def test_two_ranks_on_one_gpu_are_refused():

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from rl_core.config import ActorConfig, flat
+from rl_core.distributed import MPS
 from rl_core.errors import printable
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.warnings import RunWarnings
@@ -37,6 +38,11 @@ OF_ACTOR = {
     "kl": "learn/{}/teacher_kl_nats",
     "failed": "rollout/{}/failed",
 }
+# Printed at the start of a run on a Mac.
+MACOS = (
+    "macOS: not tested there; sandboxes and boxes by bubblewrap need Linux, and --device mps uses "
+    "the Apple GPU (docs/quickstart.md)"
+)
 
 
 def quiet() -> None:
@@ -123,6 +129,8 @@ def loaded(trainer: RunState) -> str:
     if trainer.checkpoint:
         start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]
+    if sys.platform == "darwin":
+        lines.append(MACOS)
     for name, actor in config.actors.items():
         if actor.overrides or actor.update_every > 1:
             lines.append(f"{name} {own_settings(actor)}")
@@ -156,7 +164,8 @@ def size_of(learner: Learner) -> str:
 def devices(trainer: RunState) -> str:
     """8 x NVIDIA H100 80GB HBM3 (dp_shard 8), sglang engine, new weights by files"""
     ranks = trainer.ranks
-    device = "CPU" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device)
+    device = {"cpu": "CPU", MPS: "Apple GPU (MPS)"}.get(ranks.device.type)
+    device = device or torch.cuda.get_device_name(ranks.device)
     num_elsewhere = sum(len(group.ranks) for group in trainer.plan.rank_groups[1:])
     text = f"{ranks.size + ranks.rollout_ranks + num_elsewhere} x {device}"
     sizes = asdict(ranks.mesh) | {"rollout_ranks": ranks.rollout_ranks}
