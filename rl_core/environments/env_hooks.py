@@ -105,8 +105,12 @@ def machine_check(has: dict[str, object]) -> Callable[[], object] | None:
     modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
     if not box and all(module.get("boxes") is not boxes for module in modules):
         return None
+    from rl_core.environments.agents.harbor import TaskBoxes
+
     options = box if isinstance(box, dict) else {}
-    driver, image = options.get("driver", ""), options.get("image", "")
+    drivers = [value.driver for value in has.values() if isinstance(value, TaskBoxes)]
+    driver = options.get("driver", "") or "".join(drivers[:1])
+    image = options.get("image", "")
     return partial(boxes.check_machine, driver, image, has_agent=bool(box))
 
 

@@ -792,8 +792,14 @@ def test_steps_are_played_in_a_pod(make, tmp_path, monkeypatch):
     with kube_server.KubeServer(tmp_path) as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         folder = make(toml=TOML + STEPS.format("", READY), more=STEP_FILES)
+        env = load_env(str(ROOT / "envs/harbor.py"))
+        with monkeypatch.context() as patched:
+            patched.setenv("PATH", "/nowhere")  # Without bubblewrap, docker and podman.
+            env.check_machine()
         first = bash("kill -9 -1; ls -d /tests; echo 4 1 > done")
-        played = episode(folder, first, bash("echo 4 1 > done"), "Done.", bash("cat done"), "Done.")
+        played = episode(
+            folder, first, bash("echo 4 1 > done"), "Done.", bash("cat done"), "Done.", env=env
+        )
         boxes.SERVICES.close()
         assert (played.status, played.reward, played.error) == ("ok", (4 + 2 * 4) / 2, "")
         assert len(server.pods) == 0 and server.most == 1

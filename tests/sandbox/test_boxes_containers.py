@@ -13,13 +13,14 @@ import kube_server
 import pytest
 
 from rl_core.sandbox import boxes
-from rl_core.sandbox.box_settings import Root
+from rl_core.sandbox.box_settings import Root, Sidecar
 from rl_core.sandbox.engines import ask_engine, find_engine
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
 needs_image = pytest.mark.skipif(
     not IMAGE, reason="no container runtime: scripts/test_containers.sh"
 )
+DB = Sidecar(name="db", image="a:1")
 NAMES = ["ps", "--all", "--format", "{{.Names}}"]
 
 
@@ -75,6 +76,8 @@ def in_box(driver_row):
         ({"driver": "lxc"}, "is not one of bubblewrap, docker, podman, kubernetes"),
         ({"driver": "docker"}, "needs an image"),
         ({"driver": "bubblewrap", "image": "a:1"}, "needs driver docker or podman"),
+        ({"driver": "bubblewrap", "sidecars": [DB]}, "bubblewrap has no services, and db is one"),
+        ({"driver": "docker", "sidecars": [DB]}, "has no services|needs an image"),
         (
             {"driver": "kubernetes", "binds": {"/a": "/tmp:rw"}},
             "/a: a box by kubernetes gets copies",

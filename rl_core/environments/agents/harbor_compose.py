@@ -53,8 +53,8 @@ class Composition:
 
 
 def read_compose(file: Path, variables: Mapping[str, str]) -> Composition:
-    """`variables`: values of ${NAME}. Raises ValueError, with the file and the key, for what a box
-    does not support, and for all that reaches this machine."""
+    """`variables`: values of ${NAME}. Raises ValueError, with the file and the key, for settings
+    that boxes do not have, and for all that reach this machine."""
     try:
         text = file.read_text(encoding="utf-8")
         if len(text) > MAX_BYTES:
