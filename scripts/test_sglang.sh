@@ -3,8 +3,8 @@
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
 #   [SGLANG=0.5.17] bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
 # SGLANG: the version, the oldest one that rl_core takes or the newest one (the default).
-# --short: what every engine promises, adapters, weights in buckets, a run of three steps, runs whose server is killed. Without it longer runs too, for
-# half an hour.
+# --short: what every engine promises, adapters, weights in buckets, runs whose server is killed. Without it longer runs too,
+# for half an hour.
 # It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
 set -euo pipefail
@@ -41,11 +41,13 @@ if [ "$(cat "$venv/.rl_core_sglang" 2> /dev/null)" != "$wanted" ]; then
     install orjson pybase64 requests triton==3.9.0 pillow starlette msgspec pyzmq IPython aiohttp uvloop dill \
         apache-tvm-ffi==0.1.11 sentencepiece loguru gguf partial_json_parser uvicorn fastapi setproctitle \
         einops psutil jsonschema python-multipart prometheus-client soundfile
-    install "${with[@]}" peft pytest
+    install "${with[@]}" peft pytest pytest-xdist
     install -e .
     site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     mkdir -p "$site/sgl_kernel" "$site/torchvision"
     cat > "$site/sgl_kernel/__init__.py" << 'STUB'
+import multiprocessing.context
+
 import torch
 
 
@@ -56,6 +58,9 @@ def without_pinning(make):
 # SGLang's adapters ask for pinned memory on every device, which torch refuses where there is no GPU.
 torch.Tensor.pin_memory = lambda self: self
 torch.tensor, torch.zeros = without_pinning(torch.tensor), without_pinning(torch.zeros)
+# A server's processes are forked, not spawned: imports would take each of them ten seconds of CPU time.
+contexts = multiprocessing.context._concrete_contexts
+contexts["spawn"] = contexts["fork"]
 # The checksums of its weights wait for the GPU.
 torch.cuda.synchronize = lambda device=None: None
 
@@ -108,4 +113,5 @@ STUB
     echo "$wanted" > "$venv/.rl_core_sglang"
 fi
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-exec "$venv/bin/python" -m pytest -k "not embedded" "${tests[@]}" "$@"
+exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -k "not embedded" \
+    "${tests[@]}" "$@"

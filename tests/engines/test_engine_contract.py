@@ -243,13 +243,22 @@ class Subject:
         return self.ask([prompt for _, prompt in requests], params, [name for name, _ in requests])
 
 
+# Variables of torchrun's ranks, which a server must not get.
+RANKS_VARIABLES = {"RANK": "1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def subject(request, make_model, tmp_path_factory):
     # vLLM's attention on a CPU takes heads of at least 32.
     folder = make_model(heads=2)
-    made = Subject(request.param, folder, tmp_path_factory.mktemp("log") / "engine.log")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in RANKS_VARIABLES.items():
+            patch.setenv(name, value)
+        made = Subject(request.param, folder, tmp_path_factory.mktemp("log") / "engine.log")
     yield made
+    group = made.engine.server.process.pid if request.param != "embedded" else None
     made.close()
+    wait_until(lambda: not processes_of(group), "all processes of the server have ended")
 
 
 @pytest.fixture
@@ -722,25 +731,18 @@ def test_nothing_is_decided_by_an_engines_name():
 # A server's process
 
 
-def processes_of(group: int) -> list[str]:
-    """Processes of a group, without zombies."""
+def processes_of(group: int | None) -> list[str]:
+    """Processes of a group, without zombies; of no group none."""
     rows = subprocess.run(
         ["ps", "-eo", "pgid=,stat=,args="], capture_output=True, text=True
     ).stdout.splitlines()
     return [r for r in rows if r.split()[0] == str(group) and not r.split()[1].startswith("Z")]
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(
-    kind, make_model, tmp_path, monkeypatch
-):
-    for name, value in {
-        "RANK": "1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }.items():
-        monkeypatch.setenv(name, value)
-    subject = Subject(kind, make_model(heads=2), tmp_path / "engine.log").load_first_weights()
+# Last: the server of all tests above is killed here.
+@pytest.mark.parametrize("subject", KINDS[1:], indirect=True)
+def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(subject):
+    subject.load_first_weights()
     subject.change()
     subject.update()
     group = subject.engine.server.process.pid
@@ -767,6 +769,3 @@ def test_a_server_that_dies_is_an_error_for_all_who_wait_and_starts_again(
     subject.check_all(REQUESTS, subject.speak(REQUESTS))  # The weights were kept.
     subject.update_adapter("carol", 7)
     subject.check_all(REQUESTS, subject.speak(REQUESTS))
-    group = subject.engine.server.process.pid
-    subject.close()
-    wait_until(lambda: not processes_of(group), "all processes of the server have ended")

@@ -644,27 +644,6 @@ def two_ways(model, out, *more, engine="sglang") -> list[str]:
 
 
 @needs_sglang
-def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(
-    torchrun, warm_model, tmp_path
-):
-    learn = ["--num_steps", 3, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
-    # One of them learns from truncated samples.
-    learn += ["--actors.up.sampling.top_k", 20, "--actors.up.sampling.top_p", 0.9]
-    torchrun(
-        1, "-m", "rl_core.train", *two_ways(warm_model, tmp_path / "run", *learn), timeout_s=900
-    )
-    rows = metrics(tmp_path / "run")
-    assert len(rows) == 3 and [p.name for p in (tmp_path / "run").glob("engine_*")] == [
-        "engine_up_00000.log"
-    ]
-    for name in ("up", "down"):
-        # Each task is one actor's.
-        learned = [row for row in rows if f"learn/{name}/grad_norm" in row]
-        assert max(row[f"learn/{name}/grad_norm"] for row in learned) > 0
-        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
-
-
-@needs_sglang
 def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
     torchrun, warm_model, sort_data, tmp_path
 ):
@@ -780,8 +759,13 @@ def test_one_engine_over_two_ranks_has_both_learners_weights(
     assert [p.name for p in out.glob("engine_*")] == ["engine_policy_00000.log"]
 
 
-def rows_of_run_with_a_death(command: list, out: Path, kill, num_steps: int = 6) -> list[dict]:
-    """Calls kill(process id of the run) once two steps are done."""
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+def rows_of_run_with_a_death(
+    command: list, out: Path, kill, num_steps: int = 6, actors: tuple[str, ...] = ("policy",)
+) -> list[dict]:
+    """Calls kill(process id of the run) once two steps are done. The first actor's engine dies."""
     command = [sys.executable, "-m", *map(str, command)]
     run = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -797,13 +781,12 @@ def rows_of_run_with_a_death(command: list, out: Path, kill, num_steps: int = 6)
         run.kill()
     assert run.returncode == 0, text
     rows = metrics(out)
-    assert (
-        len(rows) == num_steps and sum(row["rollout/policy/engine_restarts"] for row in rows) >= 1
-    )
-    assert all(row["rollout/policy/failed"] == 0 for row in rows), "no group is lost"
-    assert max(row["learn/policy/mismatch_kl_nats"] for row in rows) < 1e-3, (
-        "the new server has the newest weights"
-    )
+    restarts = f"rollout/{actors[0]}/engine_restarts"
+    assert len(rows) == num_steps and sum(row.get(restarts, 0) for row in rows) >= 1
+    for actor in actors:
+        assert all(row.get(f"rollout/{actor}/failed", 0) == 0 for row in rows), "no group is lost"
+        mismatch = [row.get(f"learn/{actor}/mismatch_kl_nats", 0) for row in rows]
+        assert max(mismatch) < 1e-3, "the new server has the newest weights"
     return rows
 
 
@@ -813,11 +796,37 @@ def children_of(pid: int | str, *more: str) -> list[str]:
     ).stdout.split()
 
 
+def kill_servers(pid: int) -> None:
+    """Kills every server of a run under torchrun."""
+    for rank in children_of(pid):
+        for server in children_of(rank, "-f", "rl_core.engines.sglang_server"):
+            os.kill(int(server), signal.SIGKILL)
+
+
+@needs_sglang
+def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(
+    warm_model, tmp_path
+):
+    """A server that is killed in a rollout gets both adapters again, and no group is lost."""
+    out = tmp_path / "run"
+    learn = ["--num_steps", 6, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
+    # One of them learns from truncated samples.
+    learn += ["--actors.up.sampling.top_k", 20, "--actors.up.sampling.top_p", 0.9]
+    command = [*TORCHRUN, 1, "-m", "rl_core.train", *two_ways(warm_model, out, *learn)]
+    rows = rows_of_run_with_a_death(command, out, kill_servers, actors=("up", "down"))
+    assert [p.name for p in out.glob("engine_*")] == ["engine_up_00000.log"]
+    for name in ("up", "down"):
+        # Each task is one actor's.
+        learned = [row for row in rows if f"learn/{name}/grad_norm" in row]
+        assert max(row[f"learn/{name}/grad_norm"] for row in learned) > 0
+        assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
+
+
 @needs_sglang
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(["1"], id="in step"),
+        pytest.param(["1"], id="in step", marks=pytest.mark.slow),
         pytest.param(["2", "--rollout_ranks", "1"], id="engine rank"),
         pytest.param(["1", "--weight_sync", "device"], id="no copy", marks=pytest.mark.slow),
         pytest.param(
@@ -830,23 +839,11 @@ def children_of(pid: int | str, *more: str) -> list[str]:
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
     ranks, warm_model, sort_data, tmp_path
 ):
-    def kill(pid: int) -> None:
-        for rank in children_of(pid):
-            for server in children_of(rank, "-f", "rl_core.engines.sglang_server"):
-                os.kill(int(server), signal.SIGKILL)
-
-    command = [
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        ranks[0],
-        "-m",
-        "rl_core.train",
-    ]
+    command = [*TORCHRUN, ranks[0], "-m", "rl_core.train"]
     argv = flags(
         warm_model, sort_data, tmp_path / "run", "--num_steps", 6, "--engine", "sglang", *ranks[1:]
     )
-    rows_of_run_with_a_death([*command, *argv], tmp_path / "run", kill)
+    rows_of_run_with_a_death([*command, *argv], tmp_path / "run", kill_servers)
 
 
 @needs_sglang
