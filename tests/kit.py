@@ -584,6 +584,29 @@ class ForkedProcess:
         os.kill(self.pid, signal.SIGKILL)
 
 
+AFRESH = """
+import os, sys
+os.environ.update({variables})
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ("rl_core", "triton") and "._C" not in name or name[:5] == "test_":
+        del sys.modules[name]
+sys.modules |= dict.fromkeys({missing})
+{code}
+"""
+
+
+def run_afresh(
+    code: str, *args: str, missing: Sequence[str] = (), check: bool = True, **variables: str
+) -> list[str]:
+    """Output and errors of a program that imports rl_core, Triton and files of tests anew, where
+    other imports are done. missing: packages as if not installed."""
+    text = AFRESH.format(variables=variables, missing=[*missing], code=code)
+    process = ForkedProcess("-c", text, *args)
+    output, errors = process.communicate(timeout=300)
+    assert not (check and process.returncode), errors[-3000:]
+    return [output, errors]
+
+
 def kill_session(process: subprocess.Popen | ForkedProcess | RanksProcess) -> None:
     """Ends a process that leads a session, and all that it started."""
     with suppress(ProcessLookupError):

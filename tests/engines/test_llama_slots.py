@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from kit import run_afresh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.engines.fused_graphs import FusedGraphs
@@ -164,7 +165,7 @@ def run_apart(function, **variables):
 
 @needs_triton
 def test_fused_kernels_equal_the_models_modules():
-    run_apart("compare_fused", TRITON_INTERPRET="1")
+    run_afresh("import test_llama_slots; test_llama_slots.compare_fused()", TRITON_INTERPRET="1")
 
 
 @needs_triton

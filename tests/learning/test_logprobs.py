@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from kit import ROOT
+from kit import ROOT, run_afresh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import (
@@ -326,9 +326,8 @@ def run_here(code: str, **variables: str) -> None:
 
 @needs_triton
 def test_triton_kernels_equal_autograd_over_all_logits():
-    run_here(
-        "import test_logprobs; test_logprobs.compare_triton_kernels('cpu')", TRITON_INTERPRET="1"
-    )
+    code = "import test_logprobs; test_logprobs.compare_triton_kernels('cpu')"
+    run_afresh(code, TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -422,10 +421,9 @@ def test_triton_kernels_compile_for_gpus_that_are_not_here(tmp_path):
 
 
 def test_logprobs_import_without_triton():
-    run_here(
-        "import sys; sys.modules['triton'] = None; import torch, rl_core.models.logprobs as l; "
-        "l.fused_logprobs(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]))"
-    )
+    code = "import torch, rl_core.models.logprobs as l; "
+    code += "l.fused_logprobs(torch.ones(2, 3), torch.ones(4, 3), torch.tensor([0, 1]))"
+    run_afresh(code, missing=["triton"])
 
 
 # A family that has none of these ignores them in its config.json.

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from aiohttp import web
-from kit import answer, gradient, of_ranks, run, sample, steps, words
+from kit import answer, gradient, of_ranks, run, run_afresh, sample, steps, words
 from test_teacher import ASK
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -261,9 +259,6 @@ def test_a_server_that_is_not_there_or_reads_other_text_is_refused_at_the_start(
 
 
 WITHOUT_HTTPX = """
-import sys
-
-sys.modules["httpx"] = None  # as where it is not installed
 from rl_core.config import parse_config
 from rl_core.learning.teachers.build_teacher import check_teachers
 
@@ -277,10 +272,9 @@ def test_only_a_teacher_behind_a_url_needs_httpx(tiny_model, teacher):
     arguments = words(
         teacher, "http://127.0.0.1:1/v1", PLAIN, "--model", tiny_model, "--env_path e.py --out x"
     )
-    command = [sys.executable, "-c", WITHOUT_HTTPX, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"fits {teacher}\n", done.stderr
-    assert "127.0.0.1:1/v1 needs httpx, which is not installed: pip install" in done.stderr
+    output, errors = run_afresh(WITHOUT_HTTPX, *arguments, missing=["httpx"], check=False)
+    assert output == f"fits {teacher}\n", errors
+    assert "127.0.0.1:1/v1 needs httpx, which is not installed: pip install" in errors
 
 
 if __name__ == "__main__":
