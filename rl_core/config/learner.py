@@ -97,7 +97,7 @@ OF_MPS = [
     ),
     (
         lambda c: c.learner.kernels != "default",
-        "--device=mps has no --learner.kernels={c.learner.kernels}; leave one out",
+        "--device=mps is incompatible with --learner.kernels={c.learner.kernels}; leave one out",
     ),
     (
         lambda c: (

@@ -508,7 +508,7 @@ FLAGS = [
     (MPS, "--learner.dtype bfloat16", "leave out --learner.dtype=bfloat16, or --device"),
     (MPS, "--learner.offload phase", "Leave out --learner.offload and"),
     (MPS, "--learner.activations offload", "an Apple GPU has the CPU's memory"),
-    (MPS, "--learner.kernels compile", "--device=mps has no --learner.kernels=compile"),
+    (MPS, "--learner.kernels compile", "is incompatible with --learner.kernels=compile"),
     (MPS, "--optim.name adamw8bit", "no kernels of bitsandbytes"),
     # environments
     (MODEL, "--envs.talks.weight 2", "no such file; did you mean 'talk'"),
