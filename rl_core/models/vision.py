@@ -68,16 +68,26 @@ class Vision:
 
     def images_in(self, ids: Tensor, images: Images) -> list[InputImage]:
         """The images of tokens [..., L], in their order. An image that comes twice is twice in it.
-        Raises KeyError for an image that `images` lacks."""
+        Raises ValueError for an image of another number of tokens, and KeyError for one that
+        `images` lacks."""
         found, left = [], 0
         for key in (-ids[ids < 0]).tolist():
             if not left:
                 found.append(images[key])
                 left = self.family.num_tokens(images[key])
-            assert found[-1].key == key, "an image is cut"
             left -= 1
-        assert not left, f"an image lacks {left} tokens"
+            if found[-1].key != key:
+                raise ValueError(self.differs(found[-1]))
+        if left:
+            raise ValueError(self.differs(found[-1]))
         return found
+
+    def differs(self, image: InputImage) -> str:
+        return (
+            f"an image of {image.width} x {image.height} pixels has fewer tokens in a sample than "
+            f"the model reads, {self.family.num_tokens(image)}: it was sampled with another image "
+            "processor or --data.max_image_pixels; take that one"
+        )
 
     def tensors(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
         """Arguments of the multimodal model for these images, on its device."""

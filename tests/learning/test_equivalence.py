@@ -95,6 +95,8 @@ def models(made_once, make_model) -> Callable[[str], str]:
             return str(made_once("equivalence_models", make_models) / name)
         if name in VISION_MODELS:
             return str(make_model(name, hidden=48))
+        if name == "seer":
+            return str(make_model("qwen2_5_vl", hidden=48, seed=1))
         return str(made_once(f"family_{name}", lambda folder: make_family(folder, name)))
 
     return get
@@ -172,6 +174,19 @@ def one_picture() -> list:
     return [samples[0], *(each for each in samples if not each.images)]
 
 
+def picture_pairs() -> list:
+    """pairs(), every other prompt of which begins with an image."""
+    samples = []
+    for number, each in enumerate(pairs()):
+        image, seen = picture(number // 2)
+        if number // 2 % 2:
+            ids, mask = [*seen, *each.token_ids], [*[0] * len(seen), *each.loss_mask]
+            made = sample(ids, mask, max(each.advantages, key=abs), each.group_id)
+            each = dataclasses.replace(made, images=(image,))
+        samples.append(each)
+    return samples
+
+
 SAMPLES: dict[str, Callable[[], list]] = {
     "alone": lambda: ragged_samples(12),
     "ragged": lambda: ragged_samples(12, shared_prompt=12),
@@ -180,6 +195,7 @@ SAMPLES: dict[str, Callable[[], list]] = {
     "pairs": pairs,
     "pictures": pictures,
     "one picture": one_picture,
+    "picture pairs": picture_pairs,
     "mixed": lambda: imitated((60, 3)),
     "replayed": lambda: with_experts(imitated((60, 3))),
 }
@@ -311,6 +327,12 @@ CASES = {
     ),
     "qwen2_5_vl": Case("", ("pictures",), "qwen2_5_vl", layouts=SEEN, meshes=("dp", "replicas")),
     "one image": Case("", ("one picture",), "qwen2_5_vl", layouts=("",), meshes=("dp",)),
+    "images, kl": Case(
+        "--algo.reference SEER --algo.kl_coef 0.3", ("pictures",), "qwen2_5_vl", layouts=("joined",)
+    ),
+    "images, dpo": Case(
+        "--algorithm dpo --algo.reference SEER", ("picture pairs",), "qwen3_vl", layouts=("",)
+    ),
     "qwen3_vl": Case(
         "--algorithm sft", ("pictures",), "qwen3_vl", layouts=(*SEEN, "joined"), meshes=("dp",)
     ),
@@ -329,7 +351,7 @@ ON_MESHES = [(name, mesh) for name, case in CASES.items() for mesh in case.meshe
 
 def flags_of(case: Case, models: Callable[[str], str]) -> str:
     flags = case.flags
-    for name in ("other", "judge", "critic"):
+    for name in ("other", "judge", "critic", "seer"):
         flags = flags.replace(name.upper(), models(name))
     return flags
 
