@@ -387,7 +387,7 @@ class Chat:
             content = ""
         if isinstance(content, str) and self._wants_parts:
             content = [{"type": "text", "text": content}]
-        elif isinstance(content, list) and any(part["type"] == "image" for part in content):
+        elif isinstance(content, list) and any(item["type"] == "image" for item in content):
             # Templates write a placeholder, whatever the image.
             content = [{"type": "image"} if p["type"] == "image" else p for p in content]
         elif isinstance(content, list) and not self._wants_parts:

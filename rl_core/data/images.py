@@ -44,16 +44,16 @@ MARK = "<image>"
 FIX = "give a PNG, JPEG or WebP file, or remove it"
 
 
-def image_part(part: JSONObject, folder: Path | None = None) -> JSONObject:
+def image_part(item: JSONObject, folder: Path | None = None) -> JSONObject:
     """The canonical part of OpenAI's, transformers' or Anthropic's part of an image. Raises
     ValueError as read_image()."""
-    if all(part.get(key) is None for key in IMAGE_KEYS):
+    if all(item.get(key) is None for key in IMAGE_KEYS):
         return {"type": "image"}
-    return {"type": "image", "image": read_image(part, folder).url}
+    return {"type": "image", "image": read_image(item, folder).url}
 
 
-def is_image_part(part: JSON) -> bool:
-    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+def is_image_part(item: JSON) -> bool:
+    return isinstance(item, dict) and item.get("type") in IMAGE_PARTS
 
 
 def read_image(value: object, folder: Path | None = None) -> InputImage:
@@ -61,15 +61,15 @@ def read_image(value: object, folder: Path | None = None) -> InputImage:
     A text is a path in `folder`; without a folder, paths are refused: programs and models must not
     read files here. Raises ValueError for anything else."""
     while isinstance(value, dict):
-        found = [value[key] for key in IMAGE_KEYS if value.get(key) is not None]
-        if not found:
+        values = [value[key] for key in IMAGE_KEYS if value.get(key) is not None]
+        if not values:
             raise ValueError(f"an image has none of the keys {', '.join(IMAGE_KEYS)}; {FIX}")
         # datasets.Image has both bytes and a name; Anthropic's source has base64 without a prefix.
         if isinstance(value.get("data"), str):
-            found = [f"data:{value.get('media_type', 'image/png')};base64,{value['data']}"]
+            values = [f"data:{value.get('media_type', 'image/png')};base64,{value['data']}"]
         elif isinstance(value.get("base64"), str):
-            found = [f"data:image/png;base64,{value['base64']}"]
-        value = value["bytes"] if isinstance(value.get("bytes"), bytes) else found[0]
+            values = [f"data:image/png;base64,{value['base64']}"]
+        value = value["bytes"] if isinstance(value.get("bytes"), bytes) else values[0]
     if isinstance(value, str):
         if value.startswith("data:"):
             return image_in_url(value)
@@ -260,20 +260,20 @@ def images_of(messages: Sequence[Message]) -> list[InputImage]:
     images = []
     for number, message in enumerate(messages, 1):
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if part.get("type") != "image":
+        for item in content if isinstance(content, list) else ():
+            if item.get("type") != "image":
                 continue
             if message["role"] == "assistant":
                 raise ValueError(
                     f"message {number}: an assistant's message has an image; models "
                     "write text alone"
                 )
-            if "image" not in part:
+            if "image" not in item:
                 raise ValueError(
                     f"message {number}: a part of type 'image' has no image; give one there, or in "
                     "a column 'images' of the row"
                 )
-            images.append(image_of(part["image"]))
+            images.append(image_of(item["image"]))
     return images
 
 
@@ -324,8 +324,8 @@ def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
             continue
         try:
             parts = [
-                image_part(part, folder) if is_image_part(part) else part
-                for part in message["content"]
+                image_part(item, folder) if is_image_part(item) else item
+                for item in message["content"]
             ]
         except ValueError as error:
             raise ValueError(f"message {number}: {error}") from None
@@ -343,12 +343,12 @@ def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:
     else in place of the marks <image> in texts (verl, LLaVA), else before the first text of a user
     (TRL). Raises ValueError for another number of parts or marks than of images."""
     parts = [list_of_parts(message) for message in messages]
-    empty = sum(part == {"type": "image"} for message in parts for part in message)
-    if any("image" in part for message in parts for part in message) and not empty:
+    empty = sum(item == {"type": "image"} for message in parts for item in message)
+    if any("image" in item for message in parts for item in message) and not empty:
         return messages  # The messages hold the images themselves.
     if not empty:
         parts = [split_marks(message) for message in parts]
-    places = sum(part == {"type": "image"} for message in parts for part in message)
+    places = sum(item == {"type": "image"} for message in parts for item in message)
     if not places:
         first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
         parts[first] = [{"type": "image"} for _ in urls] + parts[first]
@@ -363,9 +363,9 @@ def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:
     for message, of_message in zip(messages, parts, strict=True):
         if {"type": "image"} in of_message:
             filled = []
-            for part in of_message:
-                is_empty = part == {"type": "image"}
-                filled.append({"type": "image", "image": next(left)} if is_empty else part)
+            for item in of_message:
+                is_empty = item == {"type": "image"}
+                filled.append({"type": "image", "image": next(left)} if is_empty else item)
             message = {**message, "content": filled}
         placed.append(message)
     return placed
@@ -379,11 +379,11 @@ def list_of_parts(message: Message) -> list[JSONObject]:
 def split_marks(parts: list[JSONObject]) -> list[JSONObject]:
     """The parts with an empty part of an image for each mark in their texts."""
     split: list[JSONObject] = []
-    for part in parts:
-        if MARK not in part.get("text", ""):
-            split.append(part)
+    for item in parts:
+        if MARK not in item.get("text", ""):
+            split.append(item)
             continue
-        for number, text in enumerate(part["text"].split(MARK)):
+        for number, text in enumerate(item["text"].split(MARK)):
             if number:
                 split.append({"type": "image"})
             if text:

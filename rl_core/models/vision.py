@@ -70,17 +70,17 @@ class Vision:
         """The images of tokens [..., L], in their order. An image that comes twice is twice in it.
         Raises ValueError for an image of another number of tokens, and KeyError for one that
         `images` lacks."""
-        found, left = [], 0
+        ordered, left = [], 0
         for key in (-ids[ids < 0]).tolist():
             if not left:
-                found.append(images[key])
+                ordered.append(images[key])
                 left = self.family.num_tokens(images[key])
             left -= 1
-            if found[-1].key != key:
-                raise ValueError(self.differs(found[-1]))
+            if ordered[-1].key != key:
+                raise ValueError(self.differs(ordered[-1]))
         if left:
-            raise ValueError(self.differs(found[-1]))
-        return found
+            raise ValueError(self.differs(ordered[-1]))
+        return ordered
 
     def differs(self, image: InputImage) -> str:
         return (

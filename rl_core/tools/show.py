@@ -206,9 +206,9 @@ def content_of(message: JSONObject) -> str:
         {k: v for k, v in message.items() if k not in ("role", "content")},
     )
     text = content if isinstance(content, str) else json.dumps(content)
-    if isinstance(content, list) and any(part.get("type") == "image" for part in content):
-        parts = (part.get("text", f"[image {part.get('image')}]") for part in content)
-        text = "".join(parts)
+    if isinstance(content, list) and any(item.get("type") == "image" for item in content):
+        texts = (item.get("text", f"[image {item.get('image')}]") for item in content)
+        text = "".join(texts)
     return "\n".join(filter(None, [text, json.dumps(rest) if rest else ""]))
 
 

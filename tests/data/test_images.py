@@ -57,11 +57,11 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("item", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
-def test_every_shape_of_a_part_is_read_as_one(part, role):
+def test_every_shape_of_a_part_is_read_as_one(item, role):
     text = {"type": "text", "text": "a"}
-    [message] = canonical_messages([{"role": role, "content": [text, part, text]}])
+    [message] = canonical_messages([{"role": role, "content": [text, item, text]}])
     assert [each["type"] for each in message["content"]] == ["text", "image", "text"]
     assert np.array_equal(pixels(message["content"][1]["image"]), RED)
     assert canonical_messages([message]) == [message]
@@ -114,7 +114,7 @@ def shown(messages: list[dict]) -> list[str]:
     for message in messages:
         content = message["content"]
         parts = [{"text": content}] if isinstance(content, str) else content
-        texts.append("".join(part.get("text", "#") for part in parts))
+        texts.append("".join(item.get("text", "#") for item in parts))
     return texts
 
 
@@ -214,18 +214,18 @@ OUTSIDE = {
 @pytest.mark.parametrize("name, error", OUTSIDE.items(), ids=OUTSIDE)
 def test_a_path_that_a_row_may_not_name_is_refused(name, error, folder):
     (folder / "link.png").symlink_to(folder.parent / "outside.png")
-    part = {"type": "image", "image": name}
-    row = {"messages": [{"role": "user", "content": [part]}]}
+    item = {"type": "image", "image": name}
+    row = {"messages": [{"role": "user", "content": [item]}]}
     (folder / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match=f"row 1 of .*column 'messages': message 1: .*{error}"):
         tasks_in(str(folder / "rows.jsonl"))
 
 
-@pytest.mark.parametrize("part", [PARTS["OpenAI"] | {"image_url": {"url": "b.jpg"}},
+@pytest.mark.parametrize("item", [PARTS["OpenAI"] | {"image_url": {"url": "b.jpg"}},
                                   {"type": "image", "path": "/etc/passwd"}])  # fmt: skip
-def test_messages_of_programs_name_no_files(part):
+def test_messages_of_programs_name_no_files(item):
     with pytest.raises(ValueError, match="message 1: .*paths are read in rows of a file alone"):
-        canonical_messages([{"role": "user", "content": [part]}])
+        canonical_messages([{"role": "user", "content": [item]}])
 
 
 def exif(number: int) -> pil.Exif:

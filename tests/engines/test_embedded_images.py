@@ -42,10 +42,10 @@ def noise(number: int, height: int = 16, width: int = 24) -> np.ndarray:
 def user(*parts, role: str = "user") -> dict:
     """A message of texts and images."""
     content = []
-    for part in parts:
-        is_text = isinstance(part, str)
+    for item in parts:
+        is_text = isinstance(item, str)
         kind = "text" if is_text else "image"
-        content.append({"type": kind, kind: part})
+        content.append({"type": kind, kind: item})
     [message] = canonical_messages([{"role": role, "content": content}])
     return message
 
@@ -114,10 +114,10 @@ def test_the_engine_samples_with_transformers_logprobs(path):
     chat = load_chat(path)
     model = AutoModelForImageTextToText.from_pretrained(path)
     engine = embedded(model, num_slots=5, tokenizer=chat.tokenizer, vision=chat.vision)
-    long = "tell me the number of squares in this picture, which has many colours and one frame"
+    long = "the number of squares in this picture, which has many colours and one frame"
     openings = [[user(long, noise(0), "how many?")]] * 3
     openings += [[user(long, noise(1), "how many?")]] * 2
-    openings += [[user("what is it?")], [user(noise(2, 8, 8), noise(3, 40, 16), noise(2, 8, 8))]]
+    openings += [[user("a question")], [user(noise(2, 8, 8), noise(3, 40, 16), noise(2, 8, 8))]]
     later = [[user("and ", noise(n, 8, 8 + 8 * (n % 2)), role="tool")] for n in range(6)]
     later = [*later[:5], [user("why?")], later[5]]
     samples = converse(engine, chat, openings, later)
@@ -205,10 +205,10 @@ RUN += f" {STOP} --optim.lr 1e-3 --learner.microbatch_tokens 70"
 def rollouts_hold_each_image_once(out, capsys) -> None:
     """Also checks that SFT learns the episodes from there, and that people read them."""
     rows = list(read_episodes(out / "rollouts/step_000001.jsonl.zst"))
-    images = [part for row in rows for message in row["messages"]
+    images = [item for row in rows for message in row["messages"]
               if isinstance(message["content"], list)
-              for part in message["content"] if part["type"] == "image"]  # fmt: skip
-    names = {part["image"] for part in images}
+              for item in message["content"] if item["type"] == "image"]  # fmt: skip
+    names = {item["image"] for item in images}
     # Two tasks have images; each is shown again, darker.
     assert len(names) == 4 < len(images)
     assert {f"images/{file.name}" for file in (out / "rollouts/images").iterdir()} == names
@@ -247,9 +247,9 @@ def test_grpo_learns_from_images_with_the_engines_logprobs(ranks, more, folder, 
             assert row["learn/policy/grad_norm"] > 0
     before = dict(AutoModelForImageTextToText.from_pretrained(model).named_parameters())
     after = dict(AutoModelForImageTextToText.from_pretrained(out / "hf/policy").named_parameters())
-    for part in ("visual.blocks.0", "visual.merger", "language_model.layers.1"):
-        changed = [n for n in before if part in n and not torch.equal(before[n], after[n])]
-        assert bool(changed) == (not more or "language" in part), part
+    for item in ("visual.blocks.0", "visual.merger", "language_model.layers.1"):
+        changed = [n for n in before if item in n and not torch.equal(before[n], after[n])]
+        assert bool(changed) == (not more or "language" in item), item
 
 
 def test_a_model_that_reads_text_alone_is_refused_with_actor_and_row(folder, tiny_model, capsys):
@@ -263,14 +263,14 @@ def test_a_model_that_reads_text_alone_is_refused_with_actor_and_row(folder, tin
 def test_episodes_under_way_are_restored_with_their_images(tmp_path):
     image = read_image(noise(0))
     turn = Turn(new_ids=[-image.key], is_fresh=True, completion=Completion(), images=(image,))
-    whole = Trajectory(messages=[user("a", noise(0))], turns=[turn])
-    episodes = {"1": {"answers": {}, "trajectories": [whole]}, "2": {"trajectories": None}}
-    row = {"position": 3, "version": 0, "trajectories": [whole], "episodes": episodes}
+    ended = Trajectory(messages=[user("a", noise(0))], turns=[turn])
+    episodes = {"1": {"answers": {}, "trajectories": [ended]}, "2": {"trajectories": None}}
+    row = {"position": 3, "version": 0, "trajectories": [ended], "episodes": episodes}
     write_trajectories(tmp_path / f"{FILE}0.jsonl.zst", [row], tmp_path / "run")
     assert len(list((tmp_path / "run/images").iterdir())) == 1
     restored = read_groups(tmp_path, {3}, 0, tmp_path / "run")[3]
     for values in (restored["trajectories"], restored["episodes"]["1"]["trajectories"]):
-        assert read_trajectories(values) == [whole]
+        assert read_trajectories(values) == [ended]
 
 
 def test_people_read_images_by_their_size(folder, make_model, capsys):

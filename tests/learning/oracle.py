@@ -94,7 +94,11 @@ class Policy:
 
 
 def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
-    """Arguments of transformers' forward, which computes positions itself."""
+    """Arguments of transformers' forward, which computes positions itself. It has no reading of a
+    placeholder without an image, which a model may sample: the model reads id 0 there."""
+    placeholder = getattr(hf.config, "image_token_id", None)
+    if placeholder is not None:
+        ids = ids.masked_fill(ids == placeholder, 0)
     if not s.images:
         return {"input_ids": ids}
     known = {image.key: image for image in s.images}
@@ -105,7 +109,7 @@ def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
         pictures.append(PIL.Image.open(io.BytesIO(data)))
     seen = AutoImageProcessor.from_pretrained(hf.name_or_path)(pictures, return_tensors="pt")
     is_image = ids < 0
-    plain = ids.masked_fill(is_image, hf.config.image_token_id)
+    plain = ids.masked_fill(is_image, placeholder)
     return dict(seen) | {"input_ids": plain, "mm_token_type_ids": is_image.int()}
 
 
