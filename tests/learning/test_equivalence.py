@@ -352,7 +352,8 @@ ON_MESHES = [(name, mesh) for name, case in CASES.items() for mesh in case.meshe
 def flags_of(case: Case, models: Callable[[str], str]) -> str:
     flags = case.flags
     for name in ("other", "judge", "critic", "seer"):
-        flags = flags.replace(name.upper(), models(name))
+        if name.upper() in flags:
+            flags = flags.replace(name.upper(), models(name))
     return flags
 
 
