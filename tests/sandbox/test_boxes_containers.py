@@ -25,6 +25,11 @@ NAMES = ["ps", "--all", "--format", "{{.Names}}"]
 
 
 def at_kubernetes(tmp_path, monkeypatch):
+    """The cluster of RL_CORE_TEST_KUBECONFIG, if it is set."""
+    if real := os.environ.get("RL_CORE_TEST_KUBECONFIG"):
+        monkeypatch.setenv("KUBECONFIG", real)
+        yield "kubernetes"
+        return
     if reason := kube_server.missing():
         pytest.skip(reason)
     with kube_server.KubeServer(tmp_path) as server:
