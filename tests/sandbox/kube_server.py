@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from aiohttp import WSMsgType, web
@@ -293,6 +294,7 @@ pid=$(tr -dc '0-9,' <info); nsenter -t ${{pid%%,*}} -m -p --root true; code=$?; 
 """
 
 
+@cache
 def missing() -> str:
     """The reason why this server cannot run pods here, or ""."""
     for name in ("bwrap", "nsenter"):

@@ -18,7 +18,8 @@ from kit import wait_until
 from rl_core.environments.agents import forward
 from rl_core.sandbox import box_kubernetes, box_remote, boxes, tunnel
 
-pytestmark = pytest.mark.skipif(bool(kube_server.missing()), reason=kube_server.missing())
+REASON = kube_server.missing()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 @pytest.fixture
@@ -185,14 +186,13 @@ def test_a_run_has_at_most_max_boxes(server):
 OWNER = """
 import asyncio, os, sys
 from rl_core.sandbox import boxes
-name, end, idle_s = sys.argv[1:]
-boxes.configure(box_driver="kubernetes", idle_s=float(idle_s), run_file=name)
+name, end = sys.argv[1:]
+boxes.configure(box_driver="kubernetes", idle_s=1.0, run_file=name)
 async def main():
-    box = await boxes.open({})
+    box = globals()["kept"] = await boxes.open({})
     print(box.box.sandbox.id, flush=True)
-    await asyncio.sleep(3)
+    await asyncio.sleep(2.5)
     assert (await box.exec("echo alive")).stdout == "alive\\n"
-    globals()["kept"] = box
 asyncio.run(main())
 os._exit(3) if end == "killed" else None
 """
@@ -200,25 +200,25 @@ os._exit(3) if end == "killed" else None
 
 def test_pods_end_with_their_run_and_with_the_next_start_of_a_killed_one(server, tmp_path):
     """Idle after 1 s: the owner renews them as long as it lives."""
-    for name in ("exits", "killed", "other"):
-        (tmp_path / name).mkdir()
 
-    def start(name, end, idle_s):
-        line = [sys.executable, "-c", OWNER, str(tmp_path / name / "run"), end, idle_s]
+    def start(end):
+        (tmp_path / end).mkdir()
+        line = [sys.executable, "-c", OWNER, str(tmp_path / end / "run"), end]
         return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
 
-    ends = {"exits": ("returns", "60"), "killed": ("killed", "60"), "other": ("killed", "1")}
-    started = {name: start(name, *arguments) for name, arguments in ends.items()}
-    pods = {name: process.communicate()[0].strip() for name, process in started.items()}
-    codes = {name: process.returncode for name, process in started.items()}
-    assert codes == {"exits": 0, "killed": 3, "other": 3}
-    assert server.pods.keys() == {pods["killed"], pods["other"]}
-    other = server.pods[pods["other"]]
-    wait_until(lambda: other.status["phase"] == "Succeeded", "the end of the idle pod")
-    assert server.pods[pods["killed"]].status["phase"] == "Running"
-    boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / "killed/run"))
-    assert asyncio.run(run_one()).stdout == "works\n"
-    assert server.pods.keys() == {pods["other"]}
+    def start_again(name):
+        boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / name / "run"))
+        assert asyncio.run(run_one()).stdout == "works\n"
+
+    processes = [start("exits"), start("killed")]
+    names = [process.communicate()[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 3]
+    assert [*server.pods] == names[1:]
+    wait_until(lambda: server.pods[names[1]].status["phase"] == "Succeeded", "its end")
+    start_again("exits")
+    assert [*server.pods] == names[1:]
+    start_again("killed")
+    assert not server.pods
 
 
 def test_a_new_token_of_the_kubeconfig_is_read(server, monkeypatch):
