@@ -89,17 +89,8 @@ class Service:
     async def start(self, settings: BoxSettings, hosts: Path) -> None:
         sidecar, limits = self.sidecar, settings.limits
         driver, option = LOGS[self.engine]
-        line = [
-            "run",
-            "--detach",
-            "--stop-timeout",
-            "0",
-            *CONFINED,
-            "--log-driver",
-            driver,
-            "--log-opt",
-            option,
-        ]
+        line = ["run", "--detach", "--stop-timeout", "0", *CONFINED]
+        line += ["--log-driver", driver, "--log-opt", option]
         line += ["--name", self.name, "--label", f"{OWNER}={owner()}"]
         line += ["--network", f"container:{self.box}", "--pids-limit", str(limits.processes)]
         line += memory_flags(f"{limits.memory_mib}m")
@@ -152,7 +143,7 @@ class Service:
         """Runs a health check. Raises OSError if the service has failed."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
         try:
-            await self.ask("exec", self.name, *argv, timeout_s=timeout_s)
+            await self.ask("exec", self.name, *argv, timeout_s=min(timeout_s, OPEN_S))
         except (OSError, subprocess.TimeoutExpired):
             await self.is_running()
             return ExecResult(code=1, stdout="", stderr="")

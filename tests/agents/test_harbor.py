@@ -38,6 +38,7 @@ from rl_core.environments.agents.verifier_tools import VerifierTools, failed_dow
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.watchdog import run_hooks
 from rl_core.sandbox import boxes
+from rl_core.sandbox.remote_driver import RemoteError
 from rl_core.sandbox.roots import locked, making, unreachable_mirrors
 from rl_core.tasks.sources import load_other
 from rl_core.tools import show
@@ -800,8 +801,18 @@ def test_steps_are_played_in_a_pod(make, tmp_path, monkeypatch):
         played = episode(
             folder, first, bash("echo 4 1 > done"), "Done.", bash("cat done"), "Done.", env=env
         )
-        boxes.SERVICES.close()
         assert (played.status, played.reward, played.error) == ("ok", (4 + 2 * 4) / 2, "")
+
+        async def lose_the_service():
+            async with TaskBoxes(driver="kubernetes").open(str(folder)) as box:
+                async for _ in box.steps():
+                    await box.verify()
+                    server.faults["exec"] = [(403, {}, "no rights")] * 50
+
+        # The agent did not cause it, so that it is not scored 0.
+        with pytest.raises(RemoteError, match="403"):
+            asyncio.run(lose_the_service())
+        boxes.SERVICES.close()
         assert len(server.pods) == 0 and server.most == 1
 
 

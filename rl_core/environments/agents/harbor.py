@@ -44,6 +44,7 @@ from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS
 from rl_core.sandbox.box_settings import Box, Root, Sidecar
+from rl_core.sandbox.remote_driver import RemoteError
 from rl_core.sandbox.roots import installers_environ
 from rl_core.sandbox.sidecars import is_healthy
 
@@ -154,6 +155,9 @@ class TaskBox:
             if self.step.name and workdir.is_dir():
                 await self.box.put(self.cwd, workdir)
         except OSError as error:
+            # A service that fails is not the agent's fault.
+            if isinstance(error, RemoteError) and not await self.is_full():
+                raise
             return f"the step's files cannot be copied: {error}"
         if self.step.name and (workdir / "setup.sh").is_file():
             done = await self.run("setup.sh", self.environ, self.step.agent_timeout_s, shell="bash")
@@ -403,12 +407,11 @@ class TaskBox:
 
     async def is_full(self) -> bool:
         """True if the box has no room for a file of 1 MiB."""
-        try:
-            await self.box.put("/room_for_tests", b"\0" * (1 << 20))
-        except OSError:
-            return True
-        await self.box.exec(["rm", "-f", "/room_for_tests"])
-        return False
+        file = "/room_for_tests"
+        done = await self.run_in_root(
+            f"head -c {1 << 20} /dev/zero > {file}; code=$?; rm -f {file}; exit $code"
+        )
+        return done.code != 0
 
     async def read_reward(self, done: boxes.ExecResult) -> VerifierScore:
         """Reads reward.json, else reward.txt, as Harbor does. If both exist they must agree: the
