@@ -36,6 +36,9 @@ EXTRAS = {
 }
 # Boxes elsewhere: docs/remote_boxes.md.
 EXTRAS["kubernetes"] = ["kubernetes-asyncio>=32"]
+EXTRAS["e2b"] = ["e2b>=2.63", "connectrpc>=0.12"]
+EXTRAS["daytona"] = ["daytona>=0.226"]
+EXTRAS["modal"] = ["modal>=1.6"]
 EXTRAS["service"] = [
     "grpcio>=1.76",
     "protobuf>=6.31",

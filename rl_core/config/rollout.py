@@ -69,7 +69,9 @@ class AgentsConfig(Section, prefix="agents."):
 @dataclass(kw_only=True)
 class SandboxConfig(Section, prefix="sandbox."):
     box_driver: str = flag(
-        "", "boxes of environments that name no driver: bubblewrap, docker, podman, kubernetes"
+        "",
+        "boxes of environments that name no driver: bubblewrap, docker, podman, kubernetes, e2b, "
+        "daytona, modal",
     )
     max_boxes: AtLeast1 = flag(256, "remote boxes that a run has at once")
     idle_s: Positive = flag(900.0, "remote boxes end after this time without their run")

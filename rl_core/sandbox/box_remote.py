@@ -98,8 +98,31 @@ def load_kubernetes() -> type[RemoteDriver]:
     return Driver
 
 
+def load_e2b() -> type[RemoteDriver]:
+    from rl_core.sandbox.box_e2b import E2BDriver
+
+    return E2BDriver
+
+
+def load_daytona() -> type[RemoteDriver]:
+    from rl_core.sandbox.box_daytona import DaytonaDriver
+
+    return DaytonaDriver
+
+
+def load_modal() -> type[RemoteDriver]:
+    from rl_core.sandbox.box_modal import ModalDriver
+
+    return ModalDriver
+
+
 # A driver is imported when it is used. Its extra in setup.py has the same name.
-REMOTE_DRIVERS: dict[str, Callable[[], type[RemoteDriver]]] = {"kubernetes": load_kubernetes}
+REMOTE_DRIVERS: dict[str, Callable[[], type[RemoteDriver]]] = {
+    "kubernetes": load_kubernetes,
+    "e2b": load_e2b,
+    "daytona": load_daytona,
+    "modal": load_modal,
+}
 
 
 def make_driver(name: str, settings: RemoteSettings) -> RemoteDriver:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from rl_core.sandbox.box_settings import BoxLimits, Sidecar
+
+T = TypeVar("T")
 
 RETRIED = (408, 429, 500, 502, 503, 504)  # Statuses after which a request is sent again.
 
@@ -124,3 +128,36 @@ class RemoteDriver(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def read_key(driver: str, *names: str) -> tuple[str, ...]:
+    """Values of environment variables. Raises RuntimeError if one is not set."""
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise RuntimeError(f"box driver {driver} needs the variable {missing[0]}: set it")
+    return tuple(os.environ[name] for name in names)
+
+
+async def with_stdin(
+    running: Coroutine[Any, Any, T],
+    stdin: AsyncIterator[bytes],
+    send: Callable[[bytes], Awaitable[Any]],
+    close: Callable[[], Awaitable[Any]],
+) -> T:
+    """The result of `running`, which `stdin` is sent to. Raises the error of a failed send."""
+
+    async def feed() -> None:
+        async for data in stdin:
+            await send(data)
+        await close()
+
+    tasks = (asyncio.ensure_future(running), asyncio.ensure_future(feed()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            await tasks[1]
+        return await tasks[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

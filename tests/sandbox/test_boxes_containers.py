@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import box_services
 import kube_server
 import pytest
 
@@ -50,7 +51,18 @@ def at_bubblewrap(tmp_path, monkeypatch):
     yield "bubblewrap"
 
 
+def at_service(name):
+    """Boxes of a sandbox service. scripts/test_box_services.sh installs the SDKs."""
+
+    def at(tmp_path, monkeypatch):
+        with box_services.service(name, monkeypatch):
+            yield name
+
+    return at
+
+
 DRIVERS = {"engine": at_engine, "bubblewrap": at_bubblewrap, "kubernetes": at_kubernetes}
+DRIVERS |= {name: at_service(name) for name in ("e2b", "daytona", "modal")}
 
 
 @pytest.fixture(params=DRIVERS)

@@ -1,0 +1,229 @@
+"""Boxes at Daytona, by its SDK. docs/remote_boxes.md
+
+A name without ":" and "/" is a snapshot of Daytona.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import secrets
+import shlex
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import aiohttp
+from daytona import (
+    AsyncDaytona,
+    AsyncSandbox,
+    CreateSandboxFromImageParams,
+    CreateSandboxFromSnapshotParams,
+    DaytonaConfig,
+    DaytonaConflictError,
+    DaytonaConnectionError,
+    DaytonaError,
+    DaytonaNotFoundError,
+    DaytonaTimeoutError,
+    ListSandboxesQuery,
+    Resources,
+    SandboxState,
+    SessionExecuteRequest,
+)
+
+from rl_core.sandbox.remote_driver import (
+    BoxRequest,
+    Fault,
+    RemoteSettings,
+    read_key,
+    with_stdin,
+)
+
+OPEN_S = 300.0  # An image may have to be pulled.
+TRANSFER_S = 110.0  # The caller gives up after two minutes.
+RUN = "rl_core_run"  # label of a sandbox
+UNREACHED = (DaytonaConnectionError, DaytonaTimeoutError, aiohttp.ClientError, OSError)
+
+
+class DaytonaDriver:
+    errors = (DaytonaError, aiohttp.ClientError, OSError, asyncio.TimeoutError)
+    has_stdin = True
+    shares_processes = True
+
+    def __init__(self, settings: RemoteSettings):
+        self.secrets = read_key("daytona", "DAYTONA_API_KEY")
+        self.client: AsyncDaytona | None = None  # made in the event loop that uses it
+
+    def daytona(self) -> AsyncDaytona:
+        if self.client is None:
+            # Not from files named .env, and without a limit on connections.
+            config = DaytonaConfig(api_key=self.secrets[0], connection_pool_maxsize=None)
+            self.client = AsyncDaytona(config)
+        return self.client
+
+    def fault(self, error: Exception) -> Fault:
+        status, headers = getattr(error, "status_code", 0), getattr(error, "headers", None) or {}
+        if isinstance(error, aiohttp.ClientResponseError):
+            status = error.status
+        is_cut = isinstance(error, UNREACHED) or "WebSocket" in str(error)
+        if not status and not is_cut:
+            status = 400  # The SDK refused the call, or the sandbox failed.
+        seconds = {name.lower(): value for name, value in headers.items()}.get("retry-after", "")
+        return Fault(
+            message=str(error),
+            status=status or 0,
+            retry_after_s=float(seconds) if seconds.isdecimal() else 0.0,
+            was_sent=not is_unsent(error),
+        )
+
+    async def create(self, request: BoxRequest) -> DaytonaSandbox:
+        settings = {
+            "name": request.name,
+            "labels": {RUN: request.run} if request.run else {},
+            "network_block_all": not request.network,
+            "auto_stop_interval": math.ceil(request.idle_s / 60),
+            "ephemeral": True,  # A stopped sandbox is deleted.
+            "ttl_minutes": math.ceil(request.lifetime_s / 60),
+        }
+        if re.search("[:/]", request.image):
+            limits = request.limits
+            resources = Resources(
+                cpu=math.ceil(limits.cpus) or None,
+                memory=math.ceil(limits.memory_mib / 1024),
+                disk=math.ceil(limits.disk_mib / 1024),
+            )
+            params = CreateSandboxFromImageParams(
+                image=request.image, resources=resources, **settings
+            )
+        else:
+            params = CreateSandboxFromSnapshotParams(snapshot=request.image or None, **settings)
+        try:
+            sandbox = await self.daytona().create(params, timeout=OPEN_S)
+        except DaytonaConflictError:
+            # An earlier try made the sandbox, and its answer was lost.
+            sandbox = await self.daytona().get(request.name)
+        return DaytonaSandbox(sandbox)
+
+    async def reap(self, run: str) -> None:
+        async for sandbox in self.daytona().list(ListSandboxesQuery(labels={RUN: run})):
+            await DaytonaSandbox(sandbox).kill()
+
+    async def close(self) -> None:
+        if self.client is not None:
+            await self.client.close()
+
+
+class DaytonaSandbox:
+    def __init__(self, sandbox: AsyncSandbox):
+        self.sandbox = sandbox
+        self.id = sandbox.id
+        self.idle_sessions: list[str] = []  # A session runs one command after another.
+
+    async def wait(self) -> None:
+        await self.sandbox.wait_for_sandbox_start(OPEN_S)
+
+    async def exec(
+        self,
+        argv: list[str],
+        on_output: Callable[[int, bytes], None],
+        *,
+        timeout_s: float,
+        stdin: AsyncIterator[bytes] | None = None,
+    ) -> int:
+        process = self.sandbox.process
+        if self.idle_sessions:
+            session = self.idle_sessions.pop()
+        else:
+            session = f"rl-core-{secrets.token_hex(6)}"
+            await process.create_session(session, TRANSFER_S)
+        # The service ends the last line of an output. The mark shows where the output ended; its
+        # halves are apart, as lists of processes show the line.
+        halves = secrets.token_hex(8), secrets.token_hex(8)
+        source = "" if stdin is not None else "</dev/null"
+        ends = "printf %s%s%s {0} {1} $?; printf %s%s {0} {1} >&2".format(*halves)
+        line = f"{shlex.join(argv)} {source}; {ends}"
+        asked = SessionExecuteRequest(command=line, run_async=True, suppress_input_echo=True)
+        command = (await process.execute_session_command(session, asked)).cmd_id
+        stdout, stderr = (Marked("".join(halves), stream, on_output) for stream in (1, 2))
+        running = process.get_session_command_logs_async(session, command, stdout.add, stderr.add)
+
+        async def send(data: bytes) -> None:
+            await process.send_session_command_input(session, command, data.decode(), TRANSFER_S)
+
+        async def close() -> None:
+            pass  # The service cannot close a stdin.
+
+        try:
+            if stdin is None:
+                await running
+            else:
+                await with_stdin(running, stdin, send, close)
+        finally:
+            stdout.flush()
+            stderr.flush()
+        if stdout.end:
+            self.idle_sessions.append(session)
+            return int(stdout.end)
+        if reason := await self.end_reason():
+            raise DaytonaError(reason)
+        return 137  # The command killed its session.
+
+    async def upload(self, path: str, data: bytes) -> None:
+        await self.sandbox.fs.upload_file(data, path, timeout=int(TRANSFER_S))
+
+    async def download(self, path: str) -> bytes:
+        return await self.sandbox.fs.download_file(path, int(TRANSFER_S))
+
+    async def renew(self) -> None:
+        await self.sandbox.refresh_activity(TRANSFER_S)
+
+    async def end_reason(self) -> str:
+        try:
+            await self.sandbox.refresh_data()
+        except DaytonaNotFoundError:
+            return "Daytona has no such sandbox: it was deleted, or its time was over"
+        state = self.sandbox.state
+        if state == SandboxState.STARTED:
+            return ""
+        return f"its state is {state and state.value} {self.sandbox.error_reason or ''}"
+
+    async def kill(self) -> None:
+        with suppress(DaytonaNotFoundError):
+            await self.sandbox.delete(TRANSFER_S)
+
+
+class Marked:
+    """One output of a command, until the mark."""
+
+    def __init__(self, mark: str, stream: int, on_output: Callable[[int, bytes], None]):
+        self.mark = mark
+        self.stream = stream
+        self.on_output = on_output
+        self.held = ""
+        self.end = ""  # the text behind the mark
+
+    def add(self, text: str) -> None:
+        self.held += text
+        place = self.held.find(self.mark)
+        if place >= 0:
+            self.end = self.held[place + len(self.mark) :]
+        else:
+            # The beginning of a mark is held back.
+            num_held = len(self.mark)
+            while not self.held.endswith(self.mark[:num_held]):
+                num_held -= 1
+            place = len(self.held) - num_held
+        self.on_output(self.stream, self.held[:place].encode())
+        self.held = self.held[place:]
+
+    def flush(self) -> None:
+        """Gives the rest of an output without a mark."""
+        if not self.end:
+            self.on_output(self.stream, self.held.encode())
+            self.held = ""
+
+
+def is_unsent(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, aiohttp.ClientConnectorError):
+        error = error.__cause__
+    return error is not None
