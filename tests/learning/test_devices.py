@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,10 +26,13 @@ from rl_core import distributed
 from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import init_ranks
+from rl_core.engines.adapters import AdapterTable
+from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
+from rl_core.learning.moe import sent
 from rl_core.learning.options import OPTIMIZERS
 from rl_core.models import logprobs
 from rl_core.models.attention import NAME
@@ -222,8 +226,8 @@ def has_mps_kernel(name: str) -> bool:
 
 
 class OnMps(TorchDispatchMode):
-    """Inside, meta tensors are those of an Apple GPU: without fp64, and with the operators that
-    torch has for MPS. A copy on the CPU has the values 1."""
+    """Inside, meta tensors are those of an Apple GPU: without fp64 and asynchronous copies, and
+    with the operators that torch has for MPS. A copy on the CPU has the values 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         is_copy = func is torch.ops.aten._to_copy.default and args[0].device == META
@@ -237,6 +241,7 @@ class OnMps(TorchDispatchMode):
             overload = func._schema.overload_name
             name = f"{name}.{overload}" if overload else name
             assert has_mps_kernel(name), f"{name} has no kernel for MPS"
+            assert not (kwargs or {}).get("non_blocking"), f"{name}: may read freed memory"
             wide = [x.shape for x in tensors if x.dtype == torch.float64 and x.device == META]
             assert not wide, f"{name}: MPS has no fp64"
         return result
@@ -264,3 +269,11 @@ def test_a_step_needs_no_fp64_and_no_operator_that_mps_lacks(tiny_model, algorit
 def test_a_decode_step_needs_no_operator_that_mps_lacks(tiny_model, sampler, meta_is_mps):
     with OnMps():
         decode_a_step(tiny_model, torch.float32, sampler)
+
+
+def test_copies_to_mps_are_not_asynchronous(meta_is_mps):
+    model = SimpleNamespace(device=META)
+    with OnMps(), AdapterTable(model, {"a": {"r": 2}}).of_rows(["a", ""]):
+        assert sent(torch.ones(2), META).device == META
+        engine = SimpleNamespace(model=model)
+        assert EmbeddedEngine._to_device(engine, [1.0], torch.float32).device == META
