@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -269,6 +270,20 @@ def test_what_is_missing_is_named_before_a_model_loads(server, monkeypatch, tmp_
         boxes.configure(box_driver="lambda")
 
 
+def test_a_forgotten_box_is_removed_and_never_by_a_fork(server):
+    box = asyncio.run(boxes.open({}))
+    pid = os.fork()
+    if pid == 0:
+        del box
+        boxes.SERVICES.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert asyncio.run(box.exec("echo works")).stdout == "works\n" and server.pods
+    del box
+    gc.collect()
+    wait_until(lambda: not server.pods, "the removal of the pod")
+
+
 AGENT = """
 import json, os, sys, urllib.request
 
@@ -359,6 +374,15 @@ def echo(tmp_path):
     threading.Thread(target=loop.run_forever, daemon=True).start()
     yield {"/run/shown": str(folder)}
     loop.call_soon_threadsafe(loop.stop)
+
+
+def test_a_driver_without_a_way_to_the_endpoint_is_refused_for_agents(server, env_of, monkeypatch):
+    monkeypatch.setattr(box_kubernetes.Driver, "has_stdin", False)
+    for setting in ("True", '{"driver": "kubernetes"}'):
+        env = env_of(ENV.replace("box = True", f"box = {setting}"))
+        with pytest.raises(OSError, match="box driver kubernetes cannot run agents in boxes"):
+            env.check_machine()
+    assert asyncio.run(run_one()).stdout == "works\n"
 
 
 def test_many_connections_share_a_tunnel_and_none_holds_up_another(server, echo):
