@@ -25,7 +25,7 @@ def long_description() -> str:
 EXTRAS = {
     "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
-    "grammar": ["llguidance>=1.7"],
+    "grammar": ["llguidance>=1.8"],
     "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8"],
     "flash": ["flash-attn>=2.8"],
@@ -123,7 +123,7 @@ setup(
         "matplotlib>=3.8",
         "numpy>=1.26",
         "pandas>=2.2",
-        "peft>=0.18",
+        "peft>=0.20",
         "pillow>=10.3",
         "psutil>=5.9",  # network interfaces of a node
         "pyarrow>=15",

@@ -15,6 +15,7 @@ from typing import cast
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
@@ -138,8 +139,8 @@ def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> 
         router(torch.empty(2, size, dtype=router.get_parameter("weight").dtype, device="meta"))
     if not routers.experts:
         raise ValueError(
-            f"{flag} needs a mixture of experts; {model_config.model_type} has no routers: leave "
-            "it out"
+            f"{flag} needs a mixture of experts; transformers {transformers.__version__} has no "
+            f"routers in {model_config.model_type}: leave it out"
         )
 
 

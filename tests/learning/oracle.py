@@ -43,8 +43,11 @@ def frozen(path: str, is_scoring: bool = False):
     if is_scoring:
         options = {"dtype": torch.float64, "num_labels": 1}
     kind = AutoModelForSequenceClassification if is_scoring else AutoModelForCausalLM
-    if hasattr(AutoConfig.from_pretrained(path), "image_token_id"):
+    config = AutoConfig.from_pretrained(path)
+    if hasattr(config, "image_token_id"):
         kind = AutoModelForImageTextToText
+    if config.model_type == "gemma2":  # The default of older transformers bounds no scores.
+        options["attn_implementation"] = "eager"
     return kind.from_pretrained(path, **options).eval()
 
 

@@ -14,6 +14,7 @@ import torchgen
 import yaml
 from kit import part_of
 from models_table import family_config
+from test_experts import needs_routers
 from test_learner import FLAGS, ragged_samples
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -176,6 +177,7 @@ def test_a_step_reads_no_value_before_its_updates_end_and_no_tensor_is_elsewhere
 def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
     flags = "--actors.policy.router_aux_loss_coef 0.1 --learner.microbatch_tokens 300"
     learner = meta_learner(family_config(family), "grpo", flags, torch.bfloat16, offload)
+    needs_routers(learner.policy.hf)
     assert part_of(learner, "Experts")
     learn_a_step(learner)
 

@@ -15,6 +15,7 @@ import kit
 import peft
 import pytest
 import torch
+import transformers
 from kit import answer, assert_same, make_learner, of_ranks, sample
 from models_table import ENV, FAMILIES, family_config, load_plain, make_family
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,11 +116,18 @@ def chosen(model, name: str, ids: torch.Tensor) -> list[tuple[torch.Tensor, list
     return choices
 
 
+def needs_routers(model):
+    """Skips the test if transformers has no routers in this model, as 5.12 has none in some."""
+    if not find_routers(model)[1]:
+        pytest.skip(f"transformers {transformers.__version__} has no routers in {type(model)}")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
 def test_loss_and_load_are_the_formulas_written_out(family, name):
     """Switch Transformer (arXiv:2101.03961) eq. 4-6, with sigmoids by DeepSeek-V3
     (arXiv:2412.19437) eq. 15 and 19; MaxVio (arXiv:2408.15664) eq. 4."""
     samples, model, num_experts = imitated(prompts=(20,)), load_plain(family(name)), 4
+    needs_routers(model)
     row, _ = update(family(name), samples, COEF, "1")
     went, mass, by_layer, tokens = [0] * num_experts, [0.0] * num_experts, {}, 0
     for s in samples:
@@ -153,7 +161,7 @@ def test_an_update_leaves_no_graph_behind(family):
 @pytest.mark.parametrize(
     "model, flags, why",
     [
-        ("qwen3", "", "needs a mixture of experts; qwen3 has no routers: leave it out"),
+        ("qwen3", "", "needs a mixture of experts; transformers .* has no routers in qwen3: leave"),
         (
             "qwen3_moe",
             "--learner.kernels compile",

@@ -21,6 +21,7 @@ import transformers
 from kit import ROOT, run_afresh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
 )
@@ -439,6 +440,12 @@ CHANGES = {
 }
 
 
+def config_of(kind, **sizes):
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    return AutoConfig.for_model(kind, **sizes)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -466,7 +473,7 @@ def test_a_heads_bias_scale_and_cap_are_what_the_family_applies(kind):
     if kind == "minicpm3":  # This family computes logits_scaling.
         del sizes["logits_scaling"]
         sizes |= {"dim_model_base": 4}
-    config = AutoConfig.for_model(kind, **sizes)
+    config = config_of(kind, **sizes)
     for key in CHANGES.keys() & sizes.keys():
         assert getattr(config, key) == CHANGES[key]
     torch.manual_seed(0)
@@ -483,7 +490,7 @@ def test_a_heads_bias_scale_and_cap_are_what_the_family_applies(kind):
 
 
 def test_a_family_with_a_scale_and_a_cap_has_both():
-    config = AutoConfig.for_model("muse_glimmer")
+    config = config_of("muse_glimmer")
     text = config.get_text_config()
     text.output_multiplier, text.final_logit_softcapping = 0.6, 0.3
     torch.manual_seed(0)
@@ -522,9 +529,10 @@ def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_k
     read = {(family, key, 0 if key in caps else power) for family, key, power in read}
     named = {family for family, *_ in known}
     here = {row for row in known if row[0] in {*CAUSAL, *MULTIMODAL}}
-    assert {row for row in read if row[0] in named} == here
-    # Families of later releases are left to the probe at the start of a run.
+    assert {row for row in read if row[0] in named} <= here
+    # Families of other releases are left to the probe at the start of a run.
     if transformers.__version__ == "5.24.0":
+        assert {row for row in read if row[0] in named} == here
         assert {family for family, *_ in read} - NOT_CAUSAL == named
 
 

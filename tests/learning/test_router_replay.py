@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import embedded, make_learner, trajectories
 from models_table import load_plain
-from test_experts import family  # noqa: F401
+from test_experts import family, needs_routers  # noqa: F401
 from test_truncation import talks
 
 from rl_core.config import parse_config
@@ -56,6 +56,7 @@ def test_the_engine_records_the_experts_of_every_token_but_the_last(family, name
     """Covers prompts that several share, turns that find the first one's cache, and row by row
     (gpt-oss)."""
     samples, plain = conversations(load_plain(family(name))), load_plain(family(name))
+    needs_routers(plain)
     for s in samples:
         wanted = experts_of(plain, s.token_ids.tolist())
         assert torch.equal(torch.from_numpy(s.experts).long().sort(-1).values, wanted)
