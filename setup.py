@@ -26,8 +26,8 @@ EXTRAS = {
     "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
     "grammar": ["llguidance>=1.8"],
-    "bnb": ["bitsandbytes>=0.49", "accelerate>=1.0"],
-    "liger": ["liger-kernel>=0.8"],
+    "bnb": ["bitsandbytes>=0.50", "accelerate>=1.0"],
+    "liger": ["liger-kernel>=0.8.5"],
     "flash": ["flash-attn>=2.8"],
     # Of single environments in envs/: search, games, MCP servers, gymnasium.
     "envs": ["bm25s>=0.3", "chess>=1.11", "mcp>=2.3,<3", "gymnasium>=1.2"],
@@ -78,7 +78,7 @@ EXTRAS["test"] = [
 # torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a
 # GPU.
 EXTRAS["test"] += [
-    f"{name}; platform_system == 'Linux'" for name in ("triton>=3.3", *EXTRAS["liger"])
+    f"{name}; platform_system == 'Linux'" for name in ("triton>=3.6", *EXTRAS["liger"])
 ]
 
 
