@@ -69,8 +69,9 @@ class DaytonaDriver:
         if not status and not is_cut:
             status = 400  # The SDK refused the call, or the sandbox failed.
         seconds = {name.lower(): value for name, value in headers.items()}.get("retry-after", "")
+        fix = "; check DAYTONA_API_KEY" if status == 401 else ""
         return Fault(
-            message=str(error),
+            message=f"{error}{fix}",
             status=status or 0,
             retry_after_s=float(seconds) if seconds.isdecimal() else 0.0,
             was_sent=not is_unsent(error),

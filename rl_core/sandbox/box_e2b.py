@@ -84,7 +84,8 @@ class E2BDriver:
         causes = [error, error.__cause__, getattr(error.__cause__, "__cause__", None)]
         # The SDK's transport raises ConnectionError only before it has sent a request.
         is_unsent = any(isinstance(e, (ConnectionError, httpx.ConnectError)) for e in causes)
-        return Fault(message=str(error), status=status, was_sent=not is_unsent)
+        fix = "; check E2B_API_KEY" if status == 401 else ""
+        return Fault(message=f"{error}{fix}", status=status, was_sent=not is_unsent)
 
     async def create(self, request: BoxRequest) -> E2BSandbox:
         end = time.monotonic() + request.lifetime_s

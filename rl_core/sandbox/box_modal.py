@@ -69,7 +69,8 @@ class ModalDriver:
 
     def fault(self, error: Exception) -> Fault:
         status = next((number for kind, number in STATUSES if isinstance(error, kind)), 0)
-        return Fault(message=f"{type(error).__name__}: {error}", status=status)
+        fix = "; check MODAL_TOKEN_ID and MODAL_TOKEN_SECRET" if status == 401 else ""
+        return Fault(message=f"{type(error).__name__}: {error}{fix}", status=status)
 
     async def create(self, request: BoxRequest) -> ModalSandbox:
         client, app = await self.connect()

@@ -18,6 +18,7 @@ from machine import Machine
 from rl_core.sandbox import boxes
 
 KEY = "a-key-of-this-test"
+ENVD_TOKEN = "a-token-of-envd"
 
 DRAIN_S = 0.2
 CUT_S = 0.3
@@ -62,6 +63,8 @@ class Service:
         if isinstance(fault, tuple):
             status, headers = fault
             return self.failure(status, f"no, {self.key}", headers)
+        if not self.is_allowed(request):
+            return self.failure(401, "Invalid credentials")
         if fault == "cut":
             self.loop.call_later(CUT_S, request.transport.abort)
         try:
@@ -114,6 +117,11 @@ class E2B(Service):
     def environ(self):
         return {"E2B_API_KEY": self.key, "E2B_API_URL": self.url, "E2B_SANDBOX_URL": self.url}
 
+    def is_allowed(self, request):
+        if "E2b-Sandbox-Id" in request.headers:
+            return request.headers.get("X-Access-Token") == ENVD_TOKEN
+        return request.headers.get("X-API-KEY") == self.key
+
     def failure(self, status, text, headers=None):
         body = {"message": text, "code": status}
         return web.json_response(body, status=status, headers=headers)
@@ -143,8 +151,6 @@ class E2B(Service):
         }
 
     async def create(self, request):
-        if request.headers.get("X-API-KEY") != self.key:
-            return self.failure(401, "Invalid API key")
         created = await request.json()
         if created["templateID"] not in self.templates:
             return self.failure(404, f"template '{created['templateID']}' not found")
@@ -155,7 +161,7 @@ class E2B(Service):
             self.sandboxes[name] = created
             self.machines[name] = Machine()
         name = self.by_idempotency[again]
-        made = self.listed(name) | {"envdAccessToken": "token-of-envd"}
+        made = self.listed(name) | {"envdAccessToken": ENVD_TOKEN}
         return web.json_response(made, status=201)
 
     async def list(self, request):
@@ -288,6 +294,9 @@ class Daytona(Service):
     def environ(self):
         return {"DAYTONA_API_KEY": self.key, "DAYTONA_API_URL": f"{self.url}/api"}
 
+    def is_allowed(self, request):
+        return request.headers.get("Authorization") == f"Bearer {self.key}"
+
     def failure(self, status, text, headers=None):
         body = {"statusCode": status, "source": "DAYTONA_API", "code": "X", "message": text}
         return web.json_response(body, status=status, headers=headers)
@@ -314,8 +323,6 @@ class Daytona(Service):
         }
 
     async def create(self, request):
-        if request.headers.get("Authorization") != f"Bearer {self.key}":
-            return self.failure(401, "Invalid credentials")
         created = await request.json()
         if created["name"] in [s["name"] for s in self.sandboxes.values()]:
             return self.failure(409, f"{created['name']} already exists")

@@ -10,7 +10,9 @@ import time
 import traceback
 
 import box_services
+import kit
 import pytest
+from test_box_kubernetes import AGENT, ENV
 
 from rl_core.sandbox import boxes
 from rl_core.sandbox.remote_driver import RemoteError
@@ -225,3 +227,28 @@ def test_a_program_in_a_box_reaches_a_socket_of_the_run(name, server, tmp_path):
 
     result = asyncio.run(work())
     assert (result.code, result.stdout) == (0, "100000\n"), result
+
+
+def test_a_run_trains_on_agents_in_boxes(name, server, tmp_path, make_model):
+    """From the key to a trained step."""
+    (tmp_path / "program.py").write_text(AGENT)
+    (tmp_path / "env.py").write_text(ENV)
+    out = kit.run(
+        tmp_path / "out",
+        f"--model {make_model(hidden=32)} --env_path {tmp_path / 'env.py'} --num_steps 1",
+        "--tasks_per_step 2 --group_size 2 --max_prompt_tokens 64 --max_tokens 8",
+        f"--sandbox.box_driver {name} --sandbox.max_boxes 3",
+    )
+    [row] = kit.steps(out)
+    assert row["learn/policy/grad_norm"] > 0
+    assert server.seen.count("create") >= 4
+    kit.wait_until(lambda: not server.running(), "the end of the boxes")
+    files = [file for file in out.rglob("*") if file.is_file()]
+    assert not [file for file in files if box_services.KEY.encode() in file.read_bytes()]
+
+
+def test_a_wrong_key_is_refused_before_a_model_loads(name, server, monkeypatch):
+    monkeypatch.setenv(KEYS[name].replace("_ID", "_SECRET"), "another-key")
+    with pytest.raises(RemoteError, match=f"401.*; check {KEYS[name]}") as error:
+        boxes.check_machine(name)
+    assert "another-key" not in str(error.value)
