@@ -23,7 +23,6 @@ from kit import (
     run,
     run_ranks,
     sample,
-    start_process,
     trajectories,
     wait_until,
     words,
@@ -337,10 +336,9 @@ def test_one_rank_of_several_tracks(flags, tmp_path):
     assert notes(out)[-1] == ["close", True]
 
 
-def test_a_process_ends_whose_tracker_hangs(flags, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())  # The folder of notes.py.
+def test_a_process_ends_whose_tracker_hangs(flags, tmp_path):
     more = words("--num_steps 1 --timeout_s 4 --trackers notes:Hangs --out", tmp_path / "out")
-    process = start_process("-m", "rl_core.train", *flags, *more)
+    process = RanksProcess(1, "-m", "rl_core.train", *flags, *more)
     printed, errors = process.communicate(timeout=90)
     assert process.returncode == 0 and "saved step 1" in printed, errors
     assert "without waiting for what still runs: --trackers notes:Hangs" in errors
