@@ -339,6 +339,8 @@ class ServedEngine(Engine):
             )
         except EngineDied as error:
             raise await self.server.lost(number, str(error)) from None
+        if status >= 500 and await self.is_broken():
+            raise await self.server.lost(number, f"has died: {content[:500]!r}")
         response = json.loads(content) if content.startswith(b"{") else {}
         # SGLang reports some refusals with status 200.
         if status != 200 or response.get("success") is False:
@@ -360,6 +362,10 @@ class ServedEngine(Engine):
         assert len(logprobs) == len(tokens), (len(logprobs), len(tokens))
         done.token_ids += tokens
         done.logprobs += logprobs
+
+    async def is_broken(self) -> bool:
+        """True if the server answers although its engine has died."""
+        return False
 
     async def check_server(self) -> None:
         """Raises RunError if a server that runs already lacks a setting that the run needs."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.engines.buckets import in_flat_buckets
+from rl_core.engines.remote import ask
 from rl_core.engines.server_engine import AdapterSlot, ServedEngine, is_kept
 from rl_core.engines.vllm_server import VLLMServer, check_vllm, missing_flags
 from rl_core.engines.weight_transfer import (
@@ -23,12 +24,13 @@ from rl_core.engines.weight_transfer import (
     keeps_backup,
 )
 from rl_core.errors import refuse
-from rl_core.sampling.engine import EngineSpec
+from rl_core.sampling.engine import EngineDied, EngineSpec
 from rl_core.types import Completion, JSONObject, RunError, SamplingParams, counter_seed
 
 LOWEST = -9999.0  # vLLM's number for a logprob of -inf, and for NaN.
 # More ids than top_k are asked for, because vLLM keeps all ids whose logits equal the last one's.
 NUM_TIED = 32
+HEALTH_S = 10.0
 PAUSE, RESUME = "pause?mode=abort&clear_cache=true", "resume"
 
 # (condition, message of the error). c: the configuration; a: the actor.
@@ -116,6 +118,14 @@ class VLLMEngine(ServedEngine):
         super().__init__(spec)
         # vLLM refuses its sleep mode on a CPU.
         self.memory = () if spec.device.type == "cpu" else ("kv_cache", "weights")
+
+    async def is_broken(self) -> bool:
+        """See ServedEngine. vLLM samples in another process than the one that answers."""
+        try:
+            status, _ = await ask(f"{self.server.url}/health", None, self.server.key, HEALTH_S)
+        except EngineDied:
+            return True
+        return status == 503
 
     async def check_server(self) -> None:
         """See ServedEngine."""

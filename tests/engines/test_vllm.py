@@ -64,9 +64,13 @@ def test_a_server_maps_the_buckets_and_gets_them_again_after_a_death(make_model,
 def test_a_run_learns_though_its_server_is_killed_and_loses_no_group(
     num_steps, warm, sort_data, tmp_path
 ):
+    """In the short run the process that samples is killed, in the long one the process that
+    answers."""
+
     def kill(pid: int) -> None:
-        for server in children_of(pid, "-f", "rl_core.engines.vllm_server"):
-            os.kill(int(server), signal.SIGKILL)
+        [server] = children_of(pid, "-f", "rl_core.engines.vllm_server")
+        [core] = children_of(server, "-f", "EngineCore")
+        os.kill(int(core if num_steps == 6 else server), signal.SIGKILL)
 
     learn = f"--engine vllm --num_steps {num_steps} --optim.lr 6e-4 --optim.warmup_steps 3"
     argv = flags(warm, sort_data, tmp_path / "run", *words(learn, "--algo.clip_high 0.28"))
