@@ -55,9 +55,9 @@ def conversations(model) -> list:
 def test_the_engine_records_the_experts_of_every_token_but_the_last(family, name):  # noqa: F811
     """Covers prompts that several share, turns that find the first one's cache, and row by row
     (gpt-oss)."""
-    samples, plain = conversations(load_plain(family(name))), load_plain(family(name))
+    plain = load_plain(family(name))
     needs_routers(plain)
-    for s in samples:
+    for s in conversations(load_plain(family(name))):
         wanted = experts_of(plain, s.token_ids.tolist())
         assert torch.equal(torch.from_numpy(s.experts).long().sort(-1).values, wanted)
 
