@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict
 
 import kube_server
+import machine
 import pytest
 from kit import ROOT
 
@@ -787,7 +788,7 @@ def test_steps_share_a_box_and_a_conversation(
 
 
 def test_steps_are_played_in_a_pod(make, tmp_path, monkeypatch):
-    if reason := kube_server.missing():
+    if reason := machine.missing():
         pytest.skip(reason)
     monkeypatch.setenv("HARBOR_DRIVER", "kubernetes")
     with kube_server.KubeServer(tmp_path) as server:

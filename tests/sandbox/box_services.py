@@ -10,10 +10,9 @@ import threading
 from contextlib import contextmanager
 from urllib.parse import parse_qsl, unquote
 
-import kube_server
 import pytest
 from aiohttp import web
-from machine import Machine
+from machine import Machine, missing
 
 from rl_core.sandbox import boxes
 
@@ -455,7 +454,7 @@ async def pump(stream, response, name):
 def service(name, monkeypatch):
     """A running server, to which the SDK of the service is led."""
     pytest.importorskip(name, reason=f"{name} is not installed")
-    if reason := kube_server.missing():
+    if reason := missing():
         pytest.skip(reason)
     if name == "modal":
         from modal_server import Modal as Server

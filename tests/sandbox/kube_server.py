@@ -6,27 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 from aiohttp import WSMsgType, web
+from machine import Machine
 
 FAULT = web.RequestKey("fault", object)
 TOKEN = "a-secret-token"
 NAMESPACE = "runs"
-ROOT = "--tmpfs / --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib"
-ROOT += " --symlink usr/lib64 /lib64 --symlink usr/sbin /sbin --ro-bind /etc /etc --proc /proc"
-ROOT += f" --dev /dev --dir /tmp --chmod 1777 /tmp --ro-bind {sys.base_prefix} {sys.base_prefix}"
-APART = "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --as-pid-1 --die-with-parent"
-PATH = f"/tmp/bin:{sys.base_prefix}/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 # Images of pods that do not start, with the state of the container.
 WAITING = {
     "no/such:image": ("ImagePullBackOff", 'Back-off pulling image "no/such:image"'),
@@ -39,16 +28,14 @@ WAITING = {
 class KubePod:
     manifest: dict
     status: dict
-    process: asyncio.subprocess.Process | None = None
-    pid: int = 0
+    machine: Machine | None = None
 
     def json(self) -> dict:
         return self.manifest | {"status": self.status}
 
     def kill(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)  # And with it all others of its namespace.
-            self.pid = 0
+        if self.machine is not None:
+            self.machine.kill()
 
 
 @dataclass
@@ -148,40 +135,15 @@ class KubeServer:
         return container | {"restartCount": 0, "state": state}
 
     async def run(self, name: str, pod: KubePod, command: list[str]) -> None:
-        info, told = os.pipe()
-        pod.process = await asyncio.create_subprocess_exec(
-            *["bwrap", *APART.split(), *ROOT.split(), "--info-fd", str(told), *command],
-            pass_fds=[told],
-            env={"PATH": PATH},
-            stdin=asyncio.subprocess.DEVNULL,
-        )
-        os.close(told)
-        with os.fdopen(info) as file:
-            pod.pid = json.load(file)["child-pid"]
-        while await (await self.enter(pod, ["true"])).wait():  # noqa: ASYNC110 (it mounts its folders)
-            await asyncio.sleep(0.01)
+        pod.machine = await asyncio.to_thread(Machine, command)
         pod.status = {"phase": "Running"}
         self.tasks.append(asyncio.ensure_future(self.watch(pod)))
         deadline = pod.manifest["spec"]["activeDeadlineSeconds"]
         self.loop.call_later(deadline, self.end, pod, "DeadlineExceeded", "was active too long")
 
-    async def enter(
-        self, pod: KubePod, argv: list[str], has_stdin: bool = False
-    ) -> asyncio.subprocess.Process:
-        """A command in a pod."""
-        return await asyncio.create_subprocess_exec(
-            *["nsenter", "-t", str(pod.pid), "-m", "-p", "-n", "-i", "-u", "--root"],
-            *["/bin/sh", "-c", 'cd / && exec "$@"', "sh", *argv],
-            env={"PATH": PATH, "HOME": "/root"},
-            stdin=asyncio.subprocess.PIPE if has_stdin else asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-
     async def watch(self, pod: KubePod) -> None:
-        await pod.process.wait()
-        pod.pid = 0
+        await asyncio.to_thread(pod.machine.process.wait)
+        pod.machine.is_running = False
         if pod.status["phase"] == "Running":
             pod.status = {"phase": "Succeeded"}
 
@@ -219,7 +181,7 @@ class KubeServer:
         pod = self.pods.get(request.match_info["name"])
         if pod is None:
             return not_found(request)
-        if not pod.pid:
+        if pod.machine is None or not pod.machine.is_running:
             return failure(400, "cannot exec into a container in a completed pod")
         socket = web.WebSocketResponse(protocols=["v4.channel.k8s.io"], compress=False)
         await socket.prepare(request)
@@ -229,7 +191,8 @@ class KubeServer:
             return socket
         has_stdin = request.query["stdin"] == "True"
         assert request.query["container"] == "box" and request.query["tty"] == "False"
-        process = await self.enter(pod, request.query.getall("command"), has_stdin)
+        argv = request.query.getall("command")
+        process = await pod.machine.start(argv, cwd="/", stdin=has_stdin)
         if request[FAULT] == "cut":
             await asyncio.sleep(0.3)
             request.transport.abort()
@@ -286,23 +249,3 @@ def failure(status: int, message: str, headers: dict | None = None) -> web.Respo
 
 def not_found(request: web.Request) -> web.Response:
     return failure(404, f'pods "{request.match_info["name"]}" not found')
-
-
-NAMESPACES_WORK = """
-bwrap {apart} {root} --info-fd 3 sleep 9 3>info & while ! [ -s info ]; do sleep 0.1; done
-pid=$(tr -dc '0-9,' <info); nsenter -t ${{pid%%,*}} -m -p --root true; code=$?; kill $!; exit $code
-"""
-
-
-@cache
-def missing() -> str:
-    """The reason why this server cannot run pods here, or ""."""
-    for name in ("bwrap", "nsenter"):
-        if shutil.which(name) is None:
-            return f"{name} is not installed"
-    script = NAMESPACES_WORK.format(apart=APART, root=ROOT)
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=folder, timeout=30, capture_output=True, check=False
-        )
-    return f"no namespaces: {done.stderr.decode()[-200:]}" if done.returncode else ""

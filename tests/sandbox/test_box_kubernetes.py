@@ -13,13 +13,14 @@ import time
 
 import kit
 import kube_server
+import machine
 import pytest
 from kit import wait_until
 
 from rl_core.environments.agents import forward
 from rl_core.sandbox import box_kubernetes, box_remote, boxes, tunnel
 
-REASON = kube_server.missing()
+REASON = machine.missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 

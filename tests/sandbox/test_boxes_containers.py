@@ -11,6 +11,7 @@ import time
 
 import box_services
 import kube_server
+import machine
 import pytest
 
 from rl_core.sandbox import boxes
@@ -31,7 +32,7 @@ def at_kubernetes(tmp_path, monkeypatch):
         monkeypatch.setenv("KUBECONFIG", real)
         yield "kubernetes"
         return
-    if reason := kube_server.missing():
+    if reason := machine.missing():
         pytest.skip(reason)
     with kube_server.KubeServer(tmp_path) as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
