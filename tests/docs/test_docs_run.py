@@ -42,11 +42,11 @@ BLOCK = re.compile(
 BLOCKS = {page: [m.groups() for m in BLOCK.finditer(text)] for page, text in PAGES.items()}
 # Why a block may be marked, and how many are.
 REASONS = {
-    "a GPU": 2,
+    "a GPU": 3,
     "several machines": 1,
-    "a container engine": 2,
+    "a container engine": 1,
     "another system's server": 2,
-    "minutes long": 3,
+    "minutes long": 2,
     "the whole suite": 1,
     "placeholders": 3,
 }
