@@ -594,9 +594,9 @@ def load_chat(
             f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: copy the "
             "tokenizer's files of the model that it was made from into the folder"
         )
-    vision = load_family(path, limits and limits.max_image_pixels)
+    vision = load_family(path, None if limits is None else limits.max_image_pixels)
     chat = Chat(tokenizer, chat_template, variables, tool_reader, vision)
-    chat.max_images = limits and limits.max_images
+    chat.max_images = None if limits is None else limits.max_images
     return chat
 
 

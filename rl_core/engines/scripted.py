@@ -8,15 +8,19 @@ from typing import cast
 
 from rl_core.data import pretrained
 from rl_core.data.chat import Chat, ToolReader
+from rl_core.data.image_families import ImageFamily
 from rl_core.sampling.actor import Actor, OpenEndpoint
 from rl_core.sampling.engine import Engine
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, InputImage, SamplingParams
 
-START, END = "<|start|>", "<|end|>"
+START, END, IMAGE = "<|start|>", "<|end|>", "<|image|>"
 PLAIN_TEMPLATE = (
     "{%- if tools %}{{- '<|start|>tools\n' + tools | tojson + '<|end|>\n' }}{%- endif %}"
     "{%- for message in messages %}"
-    "{{- '<|start|>' + message.role + '\n' + (message.content or '') }}"
+    "{{- '<|start|>' + message.role + '\n' }}"
+    "{%- if message.content is string or not message.content %}{{- message.content or '' }}"
+    "{%- else %}{%- for part in message.content %}"
+    "{{- '<|image|>' if part.type == 'image' else part.text }}{%- endfor %}{%- endif %}"
     "{%- for call in message.tool_calls or [] %}"
     "{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}"
     "{%- endfor %}{{- '<|end|>\n' }}{%- endfor %}"
@@ -24,9 +28,21 @@ PLAIN_TEMPLATE = (
 )
 
 
+class PlainImages(ImageFamily):
+    """Images of plain_chat(), each of which is one token."""
+
+    def __init__(self, token_id: int):
+        self.token_id = token_id
+
+    def num_tokens(self, image: InputImage) -> int:
+        return 1
+
+
 class ScriptedEngine(Engine):
     """Returns its replies in order, then repeats the last one, with logprobs of 0. The engine has
     no weights."""
+
+    sees = True
 
     def __init__(self, chat: Chat, replies: Sequence[str], capacity: int = 256):
         self.chat, self.replies, self.capacity = chat, list(replies), capacity
@@ -40,6 +56,7 @@ class ScriptedEngine(Engine):
         seed: int,
         session: str = "",
         adapter: str = "",
+        images: Sequence[InputImage] = (),
     ) -> Completion:
         text = self.replies[min(self.num_requests, len(self.replies) - 1)]
         self.num_requests += 1
@@ -89,18 +106,17 @@ def plain_chat(tool_reader: Callable[[Chat], ToolReader] | None = None) -> Chat:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {
-        token: i
-        for i, token in enumerate([START, END, *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([START, END, *alphabet, IMAGE])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([START, END])
+    tokenizer.add_special_tokens([START, END, IMAGE])
     fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, IMAGE],
         chat_template=PLAIN_TEMPLATE,
     )
-    return Chat(cast(pretrained.Tokenizer, fast_tokenizer), tool_reader=tool_reader)
+    images = PlainImages(vocab[IMAGE])
+    return Chat(cast(pretrained.Tokenizer, fast_tokenizer), None, None, tool_reader, images)
