@@ -36,7 +36,10 @@ TOWER = {
 VISION_MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
 }
+VISION_MODELS["qwen3_vl_moe"] = VISION_MODELS["qwen3_vl"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2},
@@ -53,6 +56,9 @@ def vision_config(arch: str, text: dict[str, Any], tokenizer) -> Any:
     from transformers import AutoConfig
 
     tower = TOWER | VISION_MODELS[arch] | {"out_hidden_size": text["hidden_size"]}
+    if arch == "qwen2_vl":  # The name of its output's size.
+        tower["hidden_size"] = text["hidden_size"]
+    text |= EXPERTS if arch.endswith("moe") else {}
     half = text["head_dim"] // 2
     rest = half // 3
     sections = [half - 2 * rest, rest, rest]

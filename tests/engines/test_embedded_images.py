@@ -13,6 +13,7 @@ from oracle import chosen, frozen, inputs
 from PIL import Image as pil
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from rl_core.data.chat import TokenStream, load_chat
@@ -27,7 +28,12 @@ from rl_core.sampling.resumable_rollouts import FILE, read_groups, read_trajecto
 from rl_core.tools.cli import main
 from rl_core.types import Completion, SamplingParams, Trajectory, Turn
 
-FAMILIES = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+FAMILIES = {
+    "qwen2_5_vl": Qwen2_5_VLProcessor,
+    "qwen3_vl": Qwen3VLProcessor,
+    "qwen2_vl": Qwen2VLProcessor,
+    "qwen3_vl_moe": Qwen3VLProcessor,
+}
 
 
 @pytest.fixture(params=FAMILIES)

@@ -327,6 +327,10 @@ CASES = {
     ),
     "qwen2_5_vl": Case("", ("pictures",), "qwen2_5_vl", layouts=SEEN, meshes=("dp", "replicas")),
     "one image": Case("", ("one picture",), "qwen2_5_vl", layouts=("",), meshes=("dp",)),
+    **{
+        name: Case("--algorithm sft", ("pictures",), name, layouts=("",))
+        for name in ("qwen2_vl", "qwen3_vl_moe")
+    },
     "images, kl": Case(
         "--algo.reference SEER --algo.kl_coef 0.3", ("pictures",), "qwen2_5_vl", layouts=("joined",)
     ),
