@@ -69,7 +69,7 @@ EXTRAS["test"] = [
     *EXTRAS["docs"],
     "grpcio-tools>=1.76",
     "pytest>=8",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.8",
     "playwright>=1.50",  # drives Debian's Chromium instead of a separate one
     "ruff>=0.17",
     "anthropic>=0.60",  # its client checks the endpoint's /v1/messages
