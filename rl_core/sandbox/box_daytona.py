@@ -41,7 +41,7 @@ from rl_core.sandbox.remote_driver import (
 
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
-RUN = "rl_core_run"  # label of a sandbox
+RUN = "rl_core_run"  # Label of a sandbox.
 UNREACHED = (DaytonaConnectionError, DaytonaTimeoutError, aiohttp.ClientError, OSError)
 
 
@@ -52,11 +52,11 @@ class DaytonaDriver:
 
     def __init__(self, settings: RemoteSettings):
         self.secrets = read_key("daytona", "DAYTONA_API_KEY")
-        self.client: AsyncDaytona | None = None  # made in the event loop that uses it
+        self.client: AsyncDaytona | None = None  # Needs the event loop that uses it.
 
     def daytona(self) -> AsyncDaytona:
         if self.client is None:
-            # Not from files named .env, and without a limit on connections.
+            # The SDK would read keys from files named .env. Each command holds a connection.
             config = DaytonaConfig(api_key=self.secrets[0], connection_pool_maxsize=None)
             self.client = AsyncDaytona(config)
         return self.client
@@ -137,8 +137,8 @@ class DaytonaSandbox:
         else:
             session = f"rl-core-{secrets.token_hex(6)}"
             await process.create_session(session, TRANSFER_S)
-        # The service ends the last line of an output. The mark shows where the output ended; its
-        # halves are apart, as lists of processes show the line.
+        # The service adds the last newline to an output, and the mark shows where the output ended.
+        # The mark's halves are apart, because lists of processes show this line.
         halves = secrets.token_hex(8), secrets.token_hex(8)
         source = "" if stdin is not None else "</dev/null"
         ends = "printf %s%s%s {0} {1} $?; printf %s%s {0} {1} >&2".format(*halves)
@@ -194,28 +194,25 @@ class DaytonaSandbox:
 
 
 class Marked:
-    """One output of a command, until the mark."""
+    """One output of a command, up to the mark."""
 
     def __init__(self, mark: str, stream: int, on_output: Callable[[int, bytes], None]):
         self.mark = mark
         self.stream = stream
         self.on_output = on_output
         self.held = ""
-        self.end = ""  # the text behind the mark
+        self.end = ""  # The text behind the mark.
 
     def add(self, text: str) -> None:
-        self.held += text
-        place = self.held.find(self.mark)
-        if place >= 0:
-            self.end = self.held[place + len(self.mark) :]
-        else:
-            # The beginning of a mark is held back.
+        before, mark, self.end = (self.held + text).partition(self.mark)
+        num_held = 0
+        if not mark:
+            # The end of the text may be the beginning of the mark.
             num_held = len(self.mark)
-            while not self.held.endswith(self.mark[:num_held]):
+            while not before.endswith(self.mark[:num_held]):
                 num_held -= 1
-            place = len(self.held) - num_held
-        self.on_output(self.stream, self.held[:place].encode())
-        self.held = self.held[place:]
+        self.on_output(self.stream, before[: len(before) - num_held].encode())
+        self.held = before[len(before) - num_held :] + mark + self.end
 
     def flush(self) -> None:
         """Gives the rest of an output without a mark."""

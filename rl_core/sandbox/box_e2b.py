@@ -41,9 +41,9 @@ from rl_core.sandbox.remote_driver import (
 )
 
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
-RUN = "rl_core_run"  # metadata of a sandbox
-CPUS = 2  # if the limits name none, as E2B's default
-USER = "root"  # as in containers
+RUN = "rl_core_run"  # Metadata of a sandbox.
+CPUS = 2  # E2B's default, for limits without `cpus`.
+USER = "root"  # Containers run as root too.
 # The name by which the service says that a signal ended a command -> number.
 SIGNALS = {(signal.strsignal(number) or "").lower(): number for number in signal.valid_signals()}
 STATUSES: tuple[tuple[type[Exception], int], ...] = (
@@ -128,7 +128,7 @@ class E2BSandbox:
         self.sandbox = sandbox
         self.id = sandbox.sandbox_id
         self.idle_s = idle_s
-        self.end = end  # of its lifetime, on the monotonic clock
+        self.end = end  # The end of its lifetime by the monotonic clock.
 
     async def wait(self) -> None:
         pass  # The service answers when it runs.

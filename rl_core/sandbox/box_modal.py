@@ -31,9 +31,9 @@ from rl_core.sandbox.remote_driver import (
     with_stdin,
 )
 
-logging.getLogger("hpack").setLevel(logging.INFO)  # Below, it logs headers with the key.
+logging.getLogger("hpack").setLevel(logging.INFO)  # Its DEBUG level logs the key.
 APP = "rl-core-boxes"
-RUN = "rl_core_run"  # tag of a sandbox
+RUN = "rl_core_run"  # Tag of a sandbox.
 GRACE_S = 60.0  # The caller's deadline comes first.
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
 CHUNK_BYTES = 1 << 20

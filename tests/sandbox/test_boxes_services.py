@@ -120,7 +120,8 @@ def test_a_command_whose_connection_is_cut_is_not_repeated(name, server):
                 assert name != "modal"
             return (await box.exec("cat /tmp/n")).stdout
 
-    assert asyncio.run(work()) == "x\n"
+    # It may have been killed before its first line.
+    assert asyncio.run(work()) in ("", "x\n")
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
