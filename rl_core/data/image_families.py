@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from rl_core.data.images import decoded_image, image_in_bytes, png_of
@@ -100,37 +101,42 @@ class PixelCache:
 
     def __init__(self, family: ImageFamily, max_bytes: int = PIXEL_CACHE_BYTES):
         self.family, self.max_bytes = family, max_bytes
-        self.made: OrderedDict[int, Future[dict[str, Tensor]]] = OrderedDict()
+        self.made: dict[int, Future[dict[str, Tensor]]] = {}
+        # Bytes of the tensors that were used, the least recently used first, and their sum.
+        self.sizes: OrderedDict[int, int] = OrderedDict()
+        self.total = 0
+        self.lock = Lock()  # A learner and an engine share the cache.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="pixels")
 
-    def start(self, images: Iterable[InputImage]) -> None:
+    def start(self, images: Iterable[InputImage]) -> list[Future[dict[str, Tensor]]]:
         """Begins to compute the tensors of images that are not in the cache."""
-        for image in images:
-            if image.key not in self.made:
-                self.made[image.key] = self.thread.submit(self.family.tensors, image)
+        with self.lock:
+            images = [*images]
+            for image in images:
+                if image.key not in self.made:
+                    self.made[image.key] = self.thread.submit(self.family.tensors, image)
+            return [self.made[image.key] for image in images]
 
     def each(self, images: Sequence[InputImage]) -> list[dict[str, Tensor]]:
         """Arguments of the model's forward for each of these images."""
-        self.start(images)
-        of_images = [self.made[image.key].result() for image in images]
-        for image in images:
-            self.made.move_to_end(image.key)
-        self.drop_oldest()
+        futures = self.start(images)
+        of_images = [future.result() for future in futures]
+        with self.lock:
+            for image, future, tensors in zip(images, futures, of_images, strict=True):
+                if image.key not in self.sizes:
+                    self.made[image.key] = future  # Another thread may have dropped it.
+                    self.sizes[image.key] = num_bytes(tensors)
+                    self.total += self.sizes[image.key]
+                self.sizes.move_to_end(image.key)
+            while self.total > self.max_bytes:
+                key, size = self.sizes.popitem(last=False)
+                self.total -= size
+                del self.made[key]
         return of_images
 
     def joined(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
         """Arguments of the model's forward for all of these images, in their order."""
         return self.family.joined(self.each(images))
-
-    def drop_oldest(self) -> None:
-        done = {key: future for key, future in self.made.items() if future.done()}
-        sizes = {key: num_bytes(future.result()) for key, future in done.items()}
-        total = sum(sizes.values())
-        for key, size in sizes.items():
-            if total <= self.max_bytes:
-                return
-            total -= size
-            del self.made[key]
 
 
 def num_bytes(tensors: dict[str, Tensor]) -> int:

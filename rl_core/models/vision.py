@@ -6,6 +6,7 @@ T tokens of a packed batch, N rows of L tokens.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,6 +22,7 @@ from rl_core.types import InputImage, PackedBatch
 # Arguments of a forward of the language model alone.
 TEXT_ARGUMENTS = {"input_ids", "position_ids", "attention_plan"}
 Images = Mapping[int, InputImage]  # By key.
+MAX_LAYOUTS = 256  # Layouts of images in a sequence whose positions are kept.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,6 +47,8 @@ class Vision:
         self.family = family
         # Not a submodule of what holds this: the model is one already.
         self.models = (hf,)
+        # Results of rope_index() by layout, the latest last.
+        self.layouts: OrderedDict[tuple, Tensor] = OrderedDict()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -70,16 +74,13 @@ class Vision:
         """The images of tokens [..., L], in their order. An image that comes twice is twice in it.
         Raises ValueError for an image of another number of tokens, and KeyError for one that
         `images` lacks."""
-        ordered, left = [], 0
-        for key in (-ids[ids < 0]).tolist():
-            if not left:
-                ordered.append(images[key])
-                left = self.family.num_tokens(images[key])
-            left -= 1
-            if ordered[-1].key != key:
-                raise ValueError(self.differs(ordered[-1]))
-        if left:
-            raise ValueError(self.differs(ordered[-1]))
+        ordered = []
+        runs = torch.unique_consecutive(-ids[ids < 0], return_counts=True)
+        for key, num_tokens in zip(*map(Tensor.tolist, runs), strict=True):
+            count, rest = divmod(num_tokens, self.family.num_tokens(images[key]))
+            if rest:
+                raise ValueError(self.differs(images[key]))
+            ordered += [images[key]] * count
         return ordered
 
     def differs(self, image: InputImage) -> str:
@@ -103,9 +104,27 @@ class Vision:
         """[3, L] positions of one sequence [L] on the CPU; [1, L] for a family with one axis."""
         if not self.has_axes or bool((ids >= 0).all()):
             return torch.arange(len(ids)).expand(3 if self.has_axes else 1, -1)
-        grids = self.family.rope_arguments(self.family.cache.each(self.images_in(ids, images)))
+        is_image = (ids < 0).int()
+        num_before = int(is_image.nonzero()[-1]) + 1  # Tokens up to the last of an image.
+        seen = self.images_in(ids, images)
+        sizes = tuple((image.height, image.width) for image in seen)
+        layout = is_image[:num_before].numpy().tobytes(), sizes
+        begin = self.layouts.get(layout)
+        if begin is None:
+            begin = self.layouts[layout] = self.rope_index(is_image[:num_before], seen)
+            if len(self.layouts) > MAX_LAYOUTS:
+                self.layouts.popitem(last=False)
+        text = begin[:, -1:] + torch.arange(1, max(len(ids) - num_before, 1))
+        return torch.cat([begin, text], 1)[:, : len(ids)]
+
+    def rope_index(self, is_image: Tensor, images: Sequence[InputImage]) -> Tensor:
+        """[3, L + 1] positions of L tokens and of one of text behind them. They depend only on
+        which of the tokens are of images, and on the images' sizes."""
+        grids = self.family.rope_arguments(self.family.cache.each(images))
+        is_image = pad(is_image, (0, 1))
+        ids = torch.where(is_image > 0, self.family.token_id, self.family.stand_in)
         positions, _ = cast(Any, self.model).get_rope_index(
-            self.model_ids(ids)[None], mm_token_type_ids=(ids < 0).int()[None], **grids
+            ids[None], mm_token_type_ids=is_image[None], **grids
         )
         return positions[:, 0]
 

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image as pil
 from PIL import PngImagePlugin
 
-from rl_core.data.images import decoded_image, image_of, images_of
+from rl_core.data.image_families import PixelCache, load_family
+from rl_core.data.images import decoded_image, image_of, images_of, read_image
 from rl_core.data.messages import canonical_messages
 from rl_core.data.rows import load_rows
 from rl_core.data.tables import load_other
@@ -271,3 +272,14 @@ def test_other_forms_become_rgb_as_transformers_reads_them(data, wanted):
 def test_another_number_of_marks_than_of_images_is_refused(row, error):
     with pytest.raises(ValueError, match=rf"row 1 of load_tasks\('train'\): .*{error}"):
         make_task(row, 0, "e", "train")
+
+
+def test_the_pixel_cache_drops_the_least_recently_used(make_model):
+    family = load_family(str(make_model("qwen2_5_vl")))
+    a, b, c = (read_image(np.full((16, 16, 3), n, np.uint8)) for n in range(3))
+    size = sum(tensor.nbytes for tensor in family.tensors(a).values())
+    cache = PixelCache(family, 2 * size)
+    for images in ([a, b], [a, a], [c]):
+        assert len(cache.each(images)) == len(images)
+    assert cache.made.keys() == {a.key, c.key}
+    assert cache.total == 2 * size
