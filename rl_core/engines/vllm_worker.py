@@ -28,7 +28,7 @@ class WorkerExtension:
     def load_files(self, folder: str) -> None:
         """Loads the weights of a folder, "": of the server's model."""
         self.reload_weights(weights_path=folder or None)
-        pack_heads(self.get_model())
+        pack(self.get_model())
 
     def forget_adapters(self) -> None:
         """Empties all slots. vLLM reads the files of an adapter again at its next request."""
@@ -36,12 +36,17 @@ class WorkerExtension:
 
 
 @torch.no_grad()
-def pack_heads(model: torch.nn.Module) -> None:
-    """Makes the packed copy of a head on a CPU anew. vLLM itself leaves the copy of a head that is
-    tied to the embedding as it was, so that tokens would be sampled with its old weights."""
+def pack(model: torch.nn.Module) -> None:
+    """Packs new weights on a CPU. vLLM itself packs experts at its start alone, and leaves the
+    packed copy of a head that is tied to the embedding as it was."""
     for module in model.modules():
-        if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
+        weights = list(module.parameters(recurse=False))
+        if not weights or weights[0].device.type != "cpu":
+            continue
+        if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+        elif kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 @dataclass
@@ -72,7 +77,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        pack_heads(self.model)
+        pack(self.model)
 
     def shutdown(self) -> None:
         pass

@@ -33,7 +33,7 @@ from rl_core.learning.lora import adapter_weights, is_served
 from rl_core.metrics import Sum
 from rl_core.plan.plan import choose_engine, make_plan
 from rl_core.run.saving.checkpoint import export_policy
-from rl_core.sampling.engine import EngineDied, ServerSpec
+from rl_core.sampling.engine import Engine, EngineDied, ServerSpec
 from rl_core.train import main
 from rl_core.types import Completion, SamplingParams
 
@@ -674,8 +674,14 @@ def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
     ],
 )
 def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_path):
-    """From the learner's export, which transformers loads too, and after an update with other
-    weights and routers' biases."""
+    check_experts(SGLangEngine, name, way, tmp_path)
+
+
+def check_experts(
+    engine_class: type[Engine], name: str, way: str, tmp_path: Path, num_versions: int = 2
+) -> None:
+    """Compares logprobs from the learner's export, which transformers loads too, and after updates
+    with other weights and routers' biases."""
     tokenizer, prompts = make_family(tmp_path / "model", name), random_prompts(6)
     learner = make_learner(
         tmp_path / "model", "--algorithm sft --optim.lr 1e-2 --max_prompt_tokens 48"
@@ -697,10 +703,10 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_
             return learner.forward(minibatch.batches[0])[0]
 
     async def compare() -> None:
-        engine, plain = SGLangEngine(spec), load_plain(tmp_path / "export")
+        engine, plain = engine_class(spec), load_plain(tmp_path / "export")
         try:
             await engine.wake()
-            for version in range(2):
+            for version in range(num_versions):
                 done = await asyncio.gather(*(engine.generate(p, GREEDY, seed=0) for p in prompts))
                 for prompt, one in zip(prompts, done, strict=True):
                     sampled = torch.tensor(one.logprobs)

@@ -9,11 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import models_table
 import pytest
 import torch
 from kit import ROOT, engine_spec, metrics, run, words
 from test_engine_contract import REQUESTS, Subject, needs_vllm
-from test_sglang import children_of, flags, free_port, rows_of_run_with_a_death, two_ways
+from test_sglang import (
+    check_experts,
+    children_of,
+    flags,
+    free_port,
+    rows_of_run_with_a_death,
+    two_ways,
+)
 
 from rl_core.engines.server_process import own_flag
 from rl_core.engines.vllm import VLLMEngine
@@ -93,6 +101,17 @@ def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights
         learned = [row for row in rows if f"learn/{name}/grad_norm" in row]
         assert max(row[f"learn/{name}/grad_norm"] for row in learned) > 0
         assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["files", "device"])
+def test_a_mixture_of_experts_samples_with_the_learners_logprobs(way, tmp_path, monkeypatch):
+    # Heads of 32, as vLLM needs on a CPU.
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    family = models_table.FAMILIES["qwen3_moe"] | heads
+    monkeypatch.setitem(models_table.FAMILIES, "qwen3_moe", family)
+    check_experts(VLLMEngine, "qwen3_moe", way, tmp_path, num_versions=3)
 
 
 @needs_vllm
