@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl_core.data.images import has_image
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.types import JSON, JSONObject, Message, SamplingParams
 
@@ -115,11 +116,11 @@ class Responses(ChatCompletions):
         items: list[JSONObject] = []
         for message in messages:
             if message["role"] == "tool":
-                output = {"call_id": message.get("tool_call_id", ""), "output": text_of(message)}
+                output = {"call_id": message.get("tool_call_id", ""), "output": inputs_of(message)}
                 items.append({"type": "function_call_output"} | output)
                 continue
-            if text_of(message) or not message.get("tool_calls"):
-                items.append({"role": message["role"], "content": text_of(message)})
+            if inputs_of(message) or not message.get("tool_calls"):
+                items.append({"role": message["role"], "content": inputs_of(message)})
             for call in message.get("tool_calls") or []:
                 function = with_text_arguments(call)["function"]
                 item = {"type": "function_call", "call_id": call.get("id", "")}
@@ -171,6 +172,11 @@ class Messages:
     ) -> JSONObject:
         refuse_unknown(self.suffix, min_p=params.min_p)
         system = [text_of(message) for message in messages if message["role"] == "system"]
+        if any(m["role"] == "system" and has_image(m) for m in messages):
+            raise ValueError(
+                f"a system message has an image: {self.suffix} takes text alone there; move the "
+                "image to a user's message"
+            )
         turns: list[JSONObject] = []
         for message in messages:
             if message["role"] == "system":
@@ -242,9 +248,34 @@ def counted(answer: JSON) -> dict[str, int]:
 
 def sent_message(message: Message) -> JSONObject:
     sent = {key: message[key] for key in SENT if key in message}
+    if has_image(message):
+        sent["content"] = list(map(image_url_of, message["content"]))
     if sent.get("tool_calls"):
         sent["tool_calls"] = [with_text_arguments(call) for call in sent["tool_calls"]]
     return sent
+
+
+def image_url_of(item: JSONObject) -> JSONObject:
+    """A canonical part of a message for chat completions."""
+    return {"type": "image_url", "image_url": {"url": item["image"]}} if "image" in item else item
+
+
+def inputs_of(message: Message) -> str | list[JSONObject]:
+    """The content of a message for the Responses API: a text, or parts if it has images."""
+    if not has_image(message):
+        return text_of(message)
+    return [
+        {"type": "input_image", "image_url": item["image"], "detail": "auto"}
+        if item["type"] == "image"
+        else {"type": "input_text", "text": item["text"]}
+        for item in message["content"]
+    ]
+
+
+def source_of(url: str) -> JSONObject:
+    """A data: URL as Anthropic's block."""
+    kind, _, data = url.removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
 
 
 def tool_of(function: JSONObject) -> JSONObject:
@@ -258,10 +289,16 @@ def tool_of(function: JSONObject) -> JSONObject:
 def blocks_of(message: Message) -> list[JSONObject]:
     """A message as Anthropic's blocks, without empty texts, which the API refuses."""
     text = text_of(message)
+    blocks: list[JSONObject] = [{"type": "text", "text": text}] if text.strip() else []
+    if has_image(message):
+        blocks = [
+            source_of(item["image"]) if item["type"] == "image" else item
+            for item in message["content"]
+            if item["type"] == "image" or item["text"].strip()
+        ]
     if message["role"] == "tool":
         result = {"type": "tool_result", "tool_use_id": message.get("tool_call_id", "")}
-        return [result | {"content": text}]
-    blocks: list[JSONObject] = [{"type": "text", "text": text}] if text.strip() else []
+        return [result | {"content": blocks if has_image(message) else text}]
     for call in message.get("tool_calls") or []:
         function = with_text_arguments(call)["function"]
         block = {"type": "tool_use", "id": call.get("id", ""), "name": function["name"]}

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Protocol, TypeGuard, TypeVar
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.messages import shorten, text_of, with_text_arguments
+from rl_core.data.messages import shorten, with_text_arguments
 from rl_core.data.tasks import row_tools
 from rl_core.errors import nearest
 from rl_core.sampling.actor import Conversation, EpisodeActors, without_thoughts
@@ -30,6 +30,7 @@ CONTINUE = [{"role": "user", "content": "Continue."}]
 
 
 T = TypeVar("T")
+Content: TypeAlias = str | list[JSONObject]  # A text, or parts with texts and images.
 
 
 class TurnOrder(Protocol):
@@ -215,7 +216,7 @@ class Episode:
                 message = as_user(message, turn_text(message), prefix)
             elif message["role"] == "tool" and has_spoken:
                 # This actor's conversation does not hold the call that the message answers.
-                message = as_user(message, text_of(message), prefix)
+                message = as_user(message, message.get("content") or "", prefix)
             heard.append(message)
         return merged(heard)
 
@@ -264,11 +265,22 @@ def turn_text(message: Message) -> str:
     return "\n".join(lines)
 
 
-def as_user(message: Message, text: str, name_prefix: bool) -> Message:
-    """The text of another actor or of a tool as a user message, optionally behind its name."""
+def as_user(message: Message, content: Content, name_prefix: bool) -> Message:
+    """The content of another actor or of a tool as a user message, optionally behind its name."""
     if name_prefix:
-        text = f"{message.get('name', message['role'])} says: {text}"
-    return {"role": "user", "content": text}
+        content = joined(f"{message.get('name', message['role'])} says: ", content)
+    return {"role": "user", "content": content}
+
+
+def joined(*contents: Content) -> Content:
+    """One content: a text, or a list of parts if one of them has an image."""
+    parts: list[JSONObject] = []
+    for content in contents:
+        for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if parts and parts[-1]["type"] == item["type"] == "text":
+                item = {"type": "text", "text": parts.pop()["text"] + item["text"]}
+            parts.append(item)
+    return parts if len(parts) > 1 or parts[0]["type"] == "image" else parts[0]["text"]
 
 
 def joined_to_tools(messages: Sequence[Message]) -> list[Message]:
@@ -276,9 +288,10 @@ def joined_to_tools(messages: Sequence[Message]) -> list[Message]:
     for chat templates that allow only an assistant after a tool."""
     result: list[Message] = []
     for message in messages:
-        if result and result[-1]["role"] == "tool" and is_user_text(message):
+        if result and result[-1]["role"] == "tool" and message.get("role") == "user":
             last = result.pop()
-            message = last | {"content": f"{text_of(last)}\n\n{message['content']}"}
+            content = joined(last.get("content") or "", "\n\n", message["content"])
+            message = last | {"content": content}
         result.append(message)
     return result
 
@@ -287,15 +300,11 @@ def merged(messages: Sequence[Message]) -> list[Message]:
     """Messages with consecutive user messages merged, separated by a blank line."""
     result: list[Message] = []
     for message in messages:
-        if result and is_user_text(result[-1]) and is_user_text(message):
+        if result and result[-1].get("role") == message.get("role") == "user":
             last = result.pop()
-            message = last | {"content": f"{last['content']}\n\n{message['content']}"}
+            message = last | {"content": joined(last["content"], "\n\n", message["content"])}
         result.append(message)
     return result
-
-
-def is_user_text(message: Message) -> bool:
-    return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
 def checked(returned: object, path: str, actors: EpisodeActors) -> list[Trajectory]:

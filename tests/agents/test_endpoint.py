@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
+import io
 import json
 import random
 import re
@@ -27,6 +29,7 @@ from anthropic.types.beta.message_create_params import (
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from PIL import Image as pil
 
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
@@ -1156,16 +1159,10 @@ def test_edits_of_the_context_are_refused_but_those_of_thinking():
 
 
 async def test_what_cannot_be_had_is_refused_in_the_dialects_words():
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aa"}}
-    block = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     async with endpoint("one") as (llm, _):
-        client, other = openai_client(llm), anthropic_client(llm)
-        with pytest.raises(openai.BadRequestError, match="text alone"):
-            await chat(client, [{"role": "user", "content": [image]}])
-        with pytest.raises(anthropic.BadRequestError, match="text alone"):
-            await other.messages.create(
-                model="m", max_tokens=9, messages=[{"role": "user", "content": [block]}]
-            )
+        client = openai_client(llm)
+        with pytest.raises(openai.BadRequestError, match="part of type 'input_audio' is not"):
+            await chat(client, [{"role": "user", "content": [{"type": "input_audio"}]}])
         with pytest.raises(openai.BadRequestError, match="at least 1"):
             await chat(client, HI, max_tokens=0)
         with pytest.raises(openai.BadRequestError, match="n: 129 must be at most 128"):
@@ -1178,6 +1175,135 @@ async def test_what_cannot_be_had_is_refused_in_the_dialects_words():
         with pytest.raises(openai.AuthenticationError, match="no episode"):
             await chat(wrong, HI)
         assert llm.trees["policy"].nodes == []
+
+
+def picture(number: int) -> str:
+    """A PNG of one colour, as base64."""
+    buffer = io.BytesIO()
+    pil.new("RGB", (3 + number, 4), (9, 9, number)).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def image_url(data: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def input_image(data: str) -> dict:
+    return {"type": "input_image", "detail": "low", "image_url": f"data:image/png;base64,{data}"}
+
+
+def source(data: str) -> dict:
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    return {"type": "image", "source": source, "cache_control": {"type": "ephemeral"}}
+
+
+async def look_chat(llm, first, result):
+    asked = [{"role": "user", "content": [{"type": "text", "text": "a"}, *map(image_url, first)]}]
+    reply = await chat(openai_client(llm), asked, tools=TOOLS)
+    asked += [reply.model_dump(exclude_none=True)]
+    content = [image_url(result), {"type": "text", "text": "b"}]
+    asked += [{"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": content}]
+    await chat(openai_client(llm), asked, tools=TOOLS)
+
+
+async def look_responses(llm, first, result):
+    tools = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}]
+    content = [{"type": "input_text", "text": "a"}, *map(input_image, first)]
+    asked = [{"role": "user", "content": content}]
+    create = openai_client(llm).responses.create
+    reply = await create(model="m", input=asked, tools=tools)
+    asked += [item.model_dump() for item in reply.output]
+    output = [input_image(result), {"type": "input_text", "text": "b"}]
+    asked += [{"type": "function_call_output", "call_id": asked[-1]["call_id"], "output": output}]
+    await create(model="m", input=asked, tools=tools)
+
+
+async def look_messages(llm, first, result):
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    content = [{"type": "text", "text": "a"}, *map(source, first)]
+    asked = [{"role": "user", "content": content}]
+    client = anthropic_client(llm).messages
+    reply = await client.create(model="m", messages=asked, tools=tools, max_tokens=200)
+    asked += [{"role": "assistant", "content": [block.model_dump() for block in reply.content]}]
+    content = [source(result), {"type": "text", "text": "b"}]
+    block = {"type": "tool_result", "tool_use_id": reply.content[-1].id, "content": content}
+    asked += [{"role": "user", "content": [block]}]
+    counted = await client.count_tokens(model="m", messages=asked, tools=tools)
+    reply = await client.create(model="m", messages=asked, tools=tools, max_tokens=200)
+    assert counted.input_tokens == reply.usage.input_tokens
+
+
+LOOKS = {
+    "chat": (look_chat, openai.BadRequestError),
+    "responses": (look_responses, openai.BadRequestError),
+    "messages": (look_messages, anthropic.BadRequestError),
+}
+
+
+@pytest.mark.parametrize("dialect", LOOKS)
+async def test_programs_send_images_in_messages_and_results_of_tools(dialect):
+    look, _ = LOOKS[dialect]
+    pictures = [f"data:image/png;base64,{picture(number)}" for number in range(4)]
+    async with endpoint(CALL, "seen", CALL, "seen") as (llm, _):
+        # Two conversations that differ in one image alone.
+        await look(llm, [picture(0), picture(1)], picture(2))
+        await look(llm, [picture(0), picture(3)], picture(2))
+        trajectories = llm.trajectories(1.0)
+    assert [len(trajectory.turns) for trajectory in trajectories] == [2, 2]
+    for second, trajectory in zip((1, 3), trajectories, strict=True):
+        asked, _, result, _ = trajectory.messages
+        parts = [{"type": "image", "image": pictures[n]} for n in (0, second, 2)]
+        assert asked["content"] == [{"type": "text", "text": "a"}, *parts[:2]]
+        assert result["role"] == "tool"
+        assert result["content"] == [parts[2], {"type": "text", "text": "b"}]
+        sizes = [[image.width for image in turn.images] for turn in trajectory.turns]
+        assert sizes == [[3, 3 + second], [5]]
+        assert len([i for i in stream_of(trajectory) if i < 0]) == 3
+
+
+BROKEN = {
+    "damaged": (lambda data: data[:60], "is damaged|not base64|is not an image"),
+    "an SVG": (lambda data: base64.b64encode(b"<svg/>").decode(), "an SVG, which has no pixels"),
+}
+
+
+@pytest.mark.parametrize("dialect", LOOKS)
+@pytest.mark.parametrize("kind", [*BROKEN, "a model that reads text alone"])
+async def test_images_that_cannot_be_read_are_refused_by_name(dialect, kind):
+    look, error = LOOKS[dialect]
+    change, reason = BROKEN.get(kind, (str, "the model reads text alone"))
+    blind = Chat(CHAT.tokenizer, tool_reader=ToolCalls)
+    async with endpoint("one", chat=CHAT if kind in BROKEN else blind) as (llm, tree):
+        with pytest.raises(error, match=reason):
+            await look(llm, [change(picture(0))], picture(1))
+        assert tree.nodes == []
+
+
+@pytest.mark.parametrize(
+    "path, message, error",
+    [
+        ("/v1/messages", {"type": "image", "source": {"type": "url", "url": "http://x/a.png"}},
+         "an image is at 'http://x/a.png': a run downloads nothing"),
+        ("/v1/messages", {"type": "image", "source": {"type": "file", "file_id": "f"}},
+         "has none of the keys"),
+        ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": "https://x/a.png"}},
+         "an image is at 'https://x/a.png': a run downloads nothing"),
+        ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": "/etc/passwd"}},
+         "paths are read in rows of a file alone"),
+        ("/v1/responses", {"type": "input_image", "image_url": "http://x/a.png"},
+         "an image is at 'http://x/a.png': a run downloads nothing"),
+        ("/v1/responses", {"type": "input_image", "file_id": "f"},
+         "a part of type 'input_image' has no image; it must be data:image/png"),
+    ],
+)  # fmt: skip
+async def test_images_elsewhere_are_refused(path, message, error):
+    async with endpoint("one") as (llm, _), httpx.AsyncClient() as client:
+        asked = [{"role": "user", "content": [message]}]
+        body = {"model": "m", "max_tokens": 9, "messages": asked, "input": asked}
+        headers = {"Authorization": f"Bearer {llm.api_key}"}
+        url = llm.anthropic_url + path
+        reply = await client.post(url, json=body, headers=headers)
+    assert reply.status_code == 400 and error in reply.json()["error"]["message"], reply.text
 
 
 async def test_a_path_that_is_not_there_says_which_address_fits_which_client():

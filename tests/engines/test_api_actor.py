@@ -28,6 +28,9 @@ from rl_core.types import SamplingParams
 ROOT = Path(__file__).parents[2]
 KEY = "sk-a-secret-0123456789"
 HELLO = [{"role": "user", "content": "hello"}]
+# A PNG of one pixel.
+URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+SEEN = {"type": "image", "image": URL}
 GIVE_UP = "give up"  # a step of a script: close the connection without an answer
 
 
@@ -151,7 +154,7 @@ def test_a_conversation_of_several_turns_with_tools():
         )
         texts, answer = (
             [(await conversation.respond()).text],
-            [{"role": "tool", "tool_call_id": "c1", "content": "5"}],
+            [{"role": "tool", "tool_call_id": "c1", "content": [SEEN]}],
         )
         other = conversation.fork()
         texts.append((await conversation.respond(answer)).text)
@@ -178,7 +181,8 @@ def test_a_conversation_of_several_turns_with_tools():
     }
     assert asked == {"messages": HELLO} | limits  # keys that are not of a message are left out
     heard = [*HELLO, {"role": "assistant", "content": "", "tool_calls": calls}]
-    heard.append({"role": "tool", "tool_call_id": "c1", "content": "5"})
+    shown = [{"type": "image_url", "image_url": {"url": URL}}]
+    heard.append({"role": "tool", "tool_call_id": "c1", "content": shown})
     assert [request["messages"] for _, _, request in server.requests[1:]] == [heard, heard]
     counts = {"requests": 3, "retries": 0, "failed": 0, "prompt_tokens": 21, "completion_tokens": 9}
     assert values(actor) == counts and not any(values(actor).values())
@@ -466,7 +470,7 @@ ADD = {
 }
 TALK = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "1 + 2, 3 + 4?"},
+    {"role": "user", "content": [{"type": "text", "text": "1 + 2, 3 + 4?"}, SEEN]},
     {
         "role": "assistant",
         "content": "I add.",
@@ -476,9 +480,14 @@ TALK = [
         ],
     },
     {"role": "tool", "content": "3", "tool_call_id": "c0"},
-    {"role": "tool", "content": "7", "tool_call_id": "c1"},
+    {"role": "tool", "content": [SEEN, {"type": "text", "text": "7"}], "tool_call_id": "c1"},
     {"role": "user", "content": "thanks"},
 ]
+INPUT = {"type": "input_image", "image_url": URL, "detail": "auto"}
+SOURCE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]},
+}
 # TALK and ADD in the format of each API's reference; the official client's type of a request; and a
 # truncated response with a text and a call, and its type.
 APIS = {
@@ -487,12 +496,19 @@ APIS = {
         {
             "input": [
                 {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "1 + 2, 3 + 4?"},
+                {
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "1 + 2, 3 + 4?"}, INPUT],
+                },
                 {"role": "assistant", "content": "I add."},
                 {"type": "function_call", "call_id": "c0", "name": "add", "arguments": '{"a": 1}'},
                 {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 3}'},
                 {"type": "function_call_output", "call_id": "c0", "output": "3"},
-                {"type": "function_call_output", "call_id": "c1", "output": "7"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c1",
+                    "output": [INPUT, {"type": "input_text", "text": "7"}],
+                },
                 {"role": "user", "content": "thanks"},
             ],
             "tools": [{"type": "function", "strict": False} | ADD],
@@ -542,7 +558,7 @@ APIS = {
         {
             "system": "Be brief.",
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "1 + 2, 3 + 4?"}]},
+                {"role": "user", "content": [{"type": "text", "text": "1 + 2, 3 + 4?"}, SOURCE]},
                 {
                     "role": "assistant",
                     "content": [
@@ -555,7 +571,11 @@ APIS = {
                     "role": "user",
                     "content": [
                         {"type": "tool_result", "tool_use_id": "c0", "content": "3"},
-                        {"type": "tool_result", "tool_use_id": "c1", "content": "7"},
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c1",
+                            "content": [SOURCE, {"type": "text", "text": "7"}],
+                        },
                         {"type": "text", "text": "thanks"},
                     ],
                 },

@@ -16,9 +16,11 @@ from stage import ROW, cast, chat_of, make_groups, one, rollout, run, talk
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
+from rl_core.data.images import images_of
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tasks import make_task
 from rl_core.distributed import init_ranks
+from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import check_actors, check_columns, load_env
 from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import Actor
@@ -149,6 +151,35 @@ def test_calls_and_their_answers_are_text_for_other_actors(env_of, template, say
         takes_tools = chat.render(alice[:1], env.tools) != chat.render(alice[:1])
         for view in [alice, bob] if takes_tools else [alice]:
             chat.render(view[:-1], env.tools)
+
+
+SHOWN = """
+turns = "bob -> alice -> bob"
+name_prefix = True
+def interact(messages):
+    import numpy
+    picture = numpy.zeros((2, len(messages), 3), "uint8")
+    role = "tool" if len(messages) == 2 else "user"
+    return [{"role": role, "content": [{"type": "image", "image": picture}]}]
+def reward_fn(): return 1
+"""
+
+
+def test_images_stay_in_the_views_of_all_actors(env_of):
+    replies = {"bob": "B", "alice": "A"}
+    actors = {
+        name: ScriptedActor(name=name, chat=plain_chat(), replies=[text])
+        for name, text in replies.items()
+    }
+    both = run(env_of(SHOWN), actors)
+    alice, bob = (one(both, name).messages for name in ("alice", "bob"))
+    before, picture = alice[0]["content"]
+    assert before == {"type": "text", "text": "2+2\n\nbob says: B\n\ntool says: "}
+    assert picture["type"] == "image"
+    assert [image.width for image in images_of(alice)] == [2, 4]
+    assert [m["role"] for m in bob[2:4]] == ["tool", "user"]
+    assert bob[3]["content"][0] == {"type": "text", "text": "alice says: A\n\n"}
+    assert [image.width for image in images_of(bob)] == [2, 4]
 
 
 def test_hooks_see_one_transcript_with_names(env_of):

@@ -13,12 +13,12 @@ from rl_core.environments.agents.requests import (
     Reply,
     Request,
     called,
+    content_of_parts,
     limit_of,
     read_arguments,
     read_tool,
     schema_of,
     stops_of,
-    text_of_parts,
     wanted,
 )
 from rl_core.types import JSON, JSONObject, Message
@@ -87,7 +87,7 @@ def read_message(message: JSON) -> Message:
     for name, fix in REFUSED_OF_MESSAGES.items():
         if message.get(name):
             raise Refusal(f"messages: {name} of a message is not supported; {fix}")
-    converted: Message = {"role": role, "content": text_of_parts(message.get("content"), role)}
+    converted: Message = {"role": role, "content": content_of_parts(message.get("content"), role)}
     asked = wanted(message, "tool_calls", list, [])
     if asked:
         calls = []

@@ -12,6 +12,7 @@ from rl_core.environments.agents.requests import (
     Reply,
     Request,
     called,
+    content_of_parts,
     limit_of,
     read_arguments,
     read_tool,
@@ -125,29 +126,29 @@ def continued(request: Request, earlier: Request) -> None:
 
 
 def read_message(message: JSON) -> list[Message]:
-    """A message's blocks as messages: results of tools each one, then the text."""
+    """A message's blocks as messages: results of tools each one, then texts and images."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise Refusal(f"messages: {str(message)[:80]} is no message of user or assistant")
     if message.get("clear_at") == "next_user_message":
         raise Refusal("messages: clear_at is not supported; leave the message out in the program")
     role, content = message["role"], message.get("content")
     if not isinstance(content, list):
-        return [{"role": role, "content": text_of_parts(content, role)}]
+        return [{"role": role, "content": content_of_parts(content, role)}]
     converted: list[Message] = []
-    texts, calls = [], []
+    blocks, calls = [], []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_use":
             arguments = read_arguments(block.get("input") or {})
             calls.append(called(block.get("id", ""), block.get("name"), arguments))
         elif kind == "tool_result":
-            result = text_of_parts(block.get("content"), kind)
+            result = content_of_parts(block.get("content"), kind)
             call_id = block.get("tool_use_id", "")
             converted.append({"role": "tool", "content": result, "tool_call_id": call_id})
         elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(text_of_parts([block], role))
-    if texts or calls or not converted:
-        message = {"role": role, "content": "".join(texts)}
+            blocks.append(block)
+    if blocks or calls or not converted:
+        message = {"role": role, "content": content_of_parts(blocks, role)}
         converted.append(message | {"tool_calls": calls} if calls else message)
     return converted
 

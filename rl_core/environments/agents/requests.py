@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rl_core.data.images import URL_FIX, image_part, is_image_part
 from rl_core.types import JSON, JSONObject, Message
 
 # Values that ask for nothing.
@@ -264,7 +265,7 @@ def as_list(value: JSON) -> list[JSON]:
 
 
 def text_of_parts(content: JSON, where: str) -> str:
-    """The text of a message's content. Raises Refusal for images and the like."""
+    """The text of a message's content. Raises Refusal for parts of other kinds."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -281,8 +282,28 @@ def text_of_parts(content: JSON, where: str) -> str:
             texts.append(piece["refusal"])
         else:
             kind = piece.get("type") if isinstance(piece, dict) else type(piece).__name__
-            raise Refusal(f"{where}: a part of type {kind!r}: this model reads text alone")
+            raise Refusal(f"{where}: a part of type {kind!r} is not supported; send its text")
     return "".join(texts)
+
+
+def content_of_parts(content: JSON, where: str) -> str | list[JSONObject]:
+    """The text of a message's content; if the content has images, its canonical parts. Raises
+    Refusal for an image that cannot be read, and as text_of_parts()."""
+    if not isinstance(content, list) or not any(map(is_image_part, content)):
+        return text_of_parts(content, where)
+    parts = []
+    for piece in content:
+        if not is_image_part(piece):
+            parts.append({"type": "text", "text": text_of_parts([piece], where)})
+            continue
+        try:
+            part = image_part(piece)
+        except ValueError as error:
+            raise Refusal(f"{where}: {error}") from None
+        if "image" not in part:
+            raise Refusal(f"{where}: a part of type {piece['type']!r} has no image; {URL_FIX}")
+        parts.append(part)
+    return parts
 
 
 def read_arguments(value: JSON) -> JSONObject:

@@ -13,11 +13,11 @@ from rl_core.environments.agents.requests import (
     Reply,
     Request,
     called,
+    content_of_parts,
     limit_of,
     read_arguments,
     read_tool,
     schema_of,
-    text_of_parts,
     wanted,
 )
 from rl_core.types import JSON, JSONObject, Message
@@ -100,7 +100,7 @@ def read_items(items: JSON) -> list[Message]:
             role = "system" if item.get("role") == "developer" else item.get("role")
             if role not in ("system", "user", "assistant"):
                 raise Refusal(f"input: role {role!r} is not supported")
-            content = text_of_parts(item.get("content"), role)
+            content = content_of_parts(item.get("content"), role)
             messages.append({"role": role, "content": content})
         elif kind in CALLS:
             arguments = arguments_of(item)
@@ -109,7 +109,7 @@ def read_items(items: JSON) -> list[Message]:
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind in OUTPUTS:
-            content = text_of_parts(item.get("output"), kind)
+            content = content_of_parts(item.get("output"), kind)
             call_id = item.get("call_id", "")
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind != "reasoning":

@@ -19,6 +19,7 @@ from functools import partial
 from hashlib import sha256
 from zlib import crc32
 
+from rl_core.data.images import key_of as image_key
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor, Conversation, without_thoughts
 from rl_core.sampling.hooks import wait_for_all
@@ -231,7 +232,13 @@ def key_of(message: Message) -> Key:
     for call in message.get("tool_calls") or []:
         function = call["function"]
         calls.append((function["name"], json.dumps(function["arguments"], sort_keys=True)))
-    content = content.strip()
+    if isinstance(content, str):
+        content = content.strip()
+    else:  # A hash is compared faster than an image, and takes less memory.
+        content = tuple(
+            image_key(item["image"]) if item["type"] == "image" else item["text"].strip()
+            for item in content
+        )
     if not content and not calls and role != "tool":
         return ()
     return role, content, tuple(calls)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.config.flag_parsing import flags_in
+from rl_core.data.images import without_pixels
 from rl_core.data.rows import read_json, write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.errors import nearest, require, split
@@ -112,7 +113,7 @@ def samples(trajectories: list[Trajectory], num: int) -> list[JSONObject]:
     rows = []
     for episode in trajectories[:: max(1, len(trajectories) // num)][:num]:
         roles = [message["role"] for message in episode.messages]
-        texts = [f"{m['role']}: {m.get('content')}" for m in episode.messages]
+        texts = [f"{m['role']}: {without_pixels(m.get('content'))}" for m in episode.messages]
         first = (*roles, "assistant").index("assistant")
         row = {"prompt": "\n\n".join(texts[:first]), "reply": "\n\n".join(texts[first:])}
         row |= {"reward": episode.reward, "status": f"{episode.status} {episode.error}".strip()}
