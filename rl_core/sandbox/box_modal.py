@@ -101,7 +101,7 @@ class ModalDriver:
         client, app = await self.connect()
         listed = modal.Sandbox.list.aio(app_id=app.app_id, tags={RUN: run}, client=client)
         async for sandbox in listed:
-            await sandbox.terminate.aio()
+            await ModalSandbox(sandbox).kill()
 
     async def close(self) -> None:
         if self.client is not None:

@@ -271,7 +271,8 @@ class BoxService:
         if not self.settings.run_file or not file.parent.is_dir():
             return ""
         if not file.exists():
-            draft = file.with_suffix(f".{os.getpid()}")
+            # Ranks on other hosts may have the same process id.
+            draft = file.with_suffix(f".{secrets.token_hex(4)}")
             draft.write_text(secrets.token_hex(8))
             try:
                 os.link(draft, file)

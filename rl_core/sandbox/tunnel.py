@@ -110,10 +110,11 @@ class Multiplexer:
             return
         self.num_opened += 1
         number = self.num_opened
-        await self.send(number, "o")
         opened = asyncio.get_event_loop().create_future()
         opened.set_result((reader, writer))
+        # Before the other end can answer, and its task writes nothing before the "o".
         self.channels[number] = TunnelChannel(self, number, opened)
+        await self.send(number, "o")
 
     async def run(self, lines):
         """Serves the channels until the other end is gone. Raises ValueError for other text."""

@@ -6,6 +6,7 @@ import gc
 import inspect
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -396,6 +397,25 @@ def test_many_connections_share_a_tunnel_and_none_holds_up_another(server, echo)
 
     first, second = asyncio.run(work())
     assert (first.stdout, second.stdout) == ("20\n", "2\n"), (first, second)
+
+
+def test_an_answer_that_comes_while_a_channel_opens_is_kept():
+    async def work():
+        ours, theirs = socket.socketpair()
+        client = await asyncio.open_unix_connection(sock=ours)
+        sent = []
+
+        async def write(line):  # Returns when the other end has answered.
+            sent.append(line)
+            if line == b"1 o \n":
+                multiplexer.receive(1, "d", b"answer")
+
+        multiplexer = tunnel.Multiplexer(write)
+        await multiplexer.open(*await asyncio.open_unix_connection(sock=theirs))
+        assert await asyncio.wait_for(client[0].read(6), 5) == b"answer"
+        assert sent[0] == b"1 o \n"
+
+    asyncio.run(work())
 
 
 def test_a_tunnel_that_is_cut_or_killed_is_opened_again(server, echo):

@@ -167,7 +167,8 @@ class ComposeReader:
         for key, value in values.items():
             if key in REFUSED.split() and value:
                 raise ValueError(f"{where}.{key}: {value!r} {HOST}")
-            if value and key not in not_read and not hasattr(self, f"read_{key}"):
+            is_read = key in not_read or hasattr(self, f"read_{key}")
+            if value is not None and not is_read:
                 raise ValueError(f"{where}.{key}: is not supported; leave it out")
         sidecar = Sidecar(name=name, image="", host_names=[name])
         for key, value in values.items():
@@ -192,6 +193,13 @@ class ComposeReader:
         if not resolved.exists():
             raise ValueError(f"there is no {resolved}")
         return resolved
+
+    def text_of(self, path: str) -> str:
+        """The text of a file in environment/. Raises ValueError if there is none."""
+        file = self.inside(path)
+        if not file.is_file():
+            raise ValueError(f"{file} is not a file")
+        return file.read_text(encoding="utf-8")
 
     # One method for each key that is read.
 
@@ -227,7 +235,7 @@ class ComposeReader:
     def read_env_file(self, sidecar: Sidecar, value: JSON) -> None:
         for each in reversed(value) if isinstance(value, list) else [value]:
             path = each.get("path", "") if isinstance(each, dict) else each
-            lines = self.inside(as_text(path)).read_text(encoding="utf-8").splitlines()
+            lines = self.text_of(as_text(path)).splitlines()
             lines = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
             values = {name: text.strip("\"'") for name, text in pairs(lines)}
             sidecar.environ = values | sidecar.environ
@@ -262,9 +270,9 @@ class ComposeReader:
         table = as_table(value, "healthcheck")
         test = table.get("test")
         words = test if isinstance(test, list) else ["CMD-SHELL", as_text(test or "")]
-        if table.get("disable") or words[0] == "NONE":
+        if table.get("disable") or words[:1] == ["NONE"]:
             return
-        if words[0] not in ("CMD", "CMD-SHELL") or len(words) < 2:
+        if len(words) < 2 or words[0] not in ("CMD", "CMD-SHELL"):
             raise ValueError(f"{test!r} must begin with CMD or CMD-SHELL")
         command = as_text(words[1]) if words[0] == "CMD-SHELL" else [*map(as_text, words[1:])]
         sidecar.check = HealthCheck(
@@ -277,7 +285,9 @@ class ComposeReader:
         )
 
     def read_depends_on(self, sidecar: Sidecar, value: JSON) -> None:
-        table = dict.fromkeys(value) if isinstance(value, list) else as_table(value, "depends_on")
+        if isinstance(value, list):
+            value = dict.fromkeys(map(as_text, value))
+        table = as_table(value, "depends_on")
         for name, settings in table.items():
             condition = as_table(settings, name).get("condition", CONDITIONS[0])
             if condition not in CONDITIONS:
@@ -350,7 +360,8 @@ def check_main(main: Sidecar, where: str) -> None:
 
 
 def networks_of(service: JSONObject) -> set[str]:
-    return set(service.get("networks") or ["default"])
+    networks = service.get("networks") or ["default"]
+    return set(networks if isinstance(networks, dict) else map(as_text, as_list(networks)))
 
 
 def in_order(main: Sidecar, services: Mapping[str, Sidecar]) -> list[Sidecar]:
