@@ -341,7 +341,7 @@ class Chat:
             ids = [int(number) for number in group]
             if key < 0:
                 size = shown_image(known[-key])[1:-1] if -key in known else "image"
-                pieces.append(f"[{size}, {len(ids)} tokens]")
+                pieces.append(f"[{size}, {len(ids)} tokens]" if len(ids) > 1 else f"[{size}]")
             else:
                 pieces.append(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         return "".join(pieces)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rl_core.data.chat import Chat
     from rl_core.sampling.env import Env
     from rl_core.sampling.hooks import Hook
-    from rl_core.types import JSONObject, Task, Trajectory
+    from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
 # Columns that may hold a correct reply.
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
@@ -352,16 +352,17 @@ def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:
                 "with >"
             )
             lines += ["", f"{trajectory.actor} in {trajectory.task_id}{more}: {trained}"]
-            lines += marked_lines(chat, list(sample.token_ids), list(sample.loss_mask))
+            lines += marked_lines(chat, sample)
     return lines
 
 
-def marked_lines(chat: Chat, token_ids: list[int], loss_mask: list[bool]) -> list[str]:
+def marked_lines(chat: Chat, sample: TrainingSample) -> list[str]:
     """Lines of text; trained ones begin with `>`. A line also ends where the mask changes."""
+    token_ids, loss_mask = list(sample.token_ids), list(sample.loss_mask)
     lines, start = [], 0
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or loss_mask[end] != loss_mask[start]:
-            text = chat.shown_text(token_ids[start:end])
+            text = chat.shown_text(token_ids[start:end], sample.images)
             sign = ">" if loss_mask[start] else "|"
             lines += [f"{sign} {short(line)}" for line in text.rstrip("\n").split("\n")]
             start = end

@@ -376,10 +376,11 @@ def few(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_the_rows_of_a_curves_warm_up_are_accepted(name, tiny_model, tmp_path):
+def test_the_rows_of_a_curves_warm_up_are_accepted(name, make_model, tmp_path):
     rows = habit_rows(name, 0, 4, rows_of(name, "train"), CURVES[name].habits)
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--algorithm", "sft", "--model", str(tiny_model), "--max_tokens", "2000"]
+    model = make_model(CURVES[name].model.get("arch", "qwen3"))
+    flags = ["--algorithm", "sft", "--model", str(model), "--max_tokens", "2000"]
     assert command(["plan", *flags, "--data.train", str(tmp_path / "sft.jsonl")]) == 0
 
 
