@@ -4,6 +4,7 @@ one, which bash scripts/test_sglang.sh installs where there is no GPU."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from aiohttp import web
-from kit import ROOT, learn, make_learner, make_skeleton, metrics, sample, words
+from kit import ROOT, learn, make_learner, make_skeleton, metrics, sample, wait_until, words
 from models_table import load_plain, make_family
 from safetensors.torch import load_file
 from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_prompts, spec_of
@@ -440,6 +441,46 @@ def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_upda
         asyncio.run(asyncio.wait_for(main(), 120))
     finally:
         asyncio.run(engine.close())
+
+
+OWNER = """
+import json, os, subprocess, sys
+CHILD = '''
+import os, subprocess, time
+from rl_core.engines.server_child import read_order
+read_order()
+print(os.getpid(), subprocess.Popen(["sleep", "600"]).pid, flush=True)
+time.sleep(600)
+'''
+child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, start_new_session=True)
+child.stdin.write(json.dumps({"parent": os.getpid(), "authkey": "00"}).encode())
+child.stdin.close()
+child.wait()
+"""
+
+
+@pytest.mark.parametrize("killed", ["owner", "server"])
+def test_processes_of_a_server_end_with_it_and_with_its_owner(killed):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    server, worker = map(int, owner.stdout.readline().split())
+    try:
+        os.kill({"owner": owner.pid, "server": server}[killed], signal.SIGKILL)
+        wait_until(lambda: not has_processes(server), "the server's group has ended", 20)
+    finally:
+        owner.kill()
+        owner.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+
+def has_processes(group: int) -> bool:
+    """True if a process of the group runs; dead ones may wait for their parent."""
+    states = []
+    for stat in glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = Path(stat).read_text().rpartition(")")[2].split()
+            states += [fields[0]] if int(fields[2]) == group else []
+    return any(state not in "ZX" for state in states)
 
 
 @pytest.mark.parametrize("path", ["model_info", "update_weights_from_disk"])
