@@ -254,6 +254,23 @@ def decoded_image(image: InputImage) -> pil.Image:
     return opened(base64.b64decode(image.url.partition(",")[2])).convert("RGB")
 
 
+def small_copy(data: bytes, longest: int) -> str:
+    """The image in a file's content as a data: URL, with at most `longest` pixels on a side. Raises
+    ValueError as opened(), and for a damaged image."""
+    picture, urls = opened(data), []
+    try:
+        picture.thumbnail((longest, longest))
+        picture = picture.convert("RGB")
+    except Exception as error:  # Decoders raise errors of many types.
+        raise ValueError(f"an image is damaged: {error}") from None
+    for kind in ("PNG", "JPEG"):
+        buffer = io.BytesIO()
+        picture.save(buffer, kind)
+        data = base64.b64encode(buffer.getvalue())
+        urls.append(f"data:image/{KEPT_FORMATS[kind]};base64,{data.decode()}")
+    return min(urls, key=len)
+
+
 def images_of(messages: Sequence[Message]) -> list[InputImage]:
     """The images of canonical messages in their order. Raises ValueError for a part without an
     image."""

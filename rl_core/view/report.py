@@ -28,6 +28,7 @@ MAX_ROWS, MAX_VALUES = 1000, 30_000
 NUM_FILES = 8  # Files of rollouts/, from the first to the last.
 MAX_TOKENS = 2000  # Tokens of an episode that is shown token by token.
 MAX_BYTES = 350_000  # Bytes of conversations.
+MAX_IMAGE_BYTES = 350_000  # Bytes of their images.
 PATIENCE_S = 10.0  # Seconds without a line that says why the run waits.
 # For a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
 MAX_WAIT_S = 240.0
@@ -117,8 +118,10 @@ def spread(group: list[Entry]) -> float:
 def episodes_of(
     run: RunFolder, entries: list[Entry], tokenizers: Mapping[str, Tokenizer | None]
 ) -> list[tuple[Entry, JSONObject]]:
-    """Entries that fit, as the page shows them: up to MAX_BYTES, an equal share for each file."""
+    """Entries that fit, as the page shows them: up to MAX_BYTES, an equal share for each file. An
+    image is in the first episode that shows it."""
     chosen, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
+    images: dict[str, str] = {}
     for e in entries:
         try:
             episode = shown_episode(run, e, tokenizers.get(e.actor))
@@ -130,10 +133,16 @@ def episodes_of(
                 "turns": [],
                 "note": f"Tokens of episodes beyond {MAX_TOKENS} are left out of a report.",
             }
+        of_episode = episode.pop("images")
         text = json.dumps(episode)
         size = len(text) + 5 * text.count("<")  # The page writes < as \u003c.
-        if num_bytes + size <= MAX_BYTES * (files.index(e.file) + 1) / len(files):
-            chosen.append((e, episode))
+        share = (files.index(e.file) + 1) / len(files)
+        if num_bytes + size <= MAX_BYTES * share:
+            new = {name: url for name, url in of_episode.items() if name not in images}
+            if sum(map(len, [*images.values(), *new.values()])) > MAX_IMAGE_BYTES * share:
+                new = {}  # The page shows their names.
+            images |= new
+            chosen.append((e, episode | {"images": new}))
             num_bytes += size
     return chosen
 

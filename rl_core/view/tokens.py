@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from rl_core.data.images import bytes_of, has_image, small_copy
 from rl_core.view.data import Entry, RunFolder, matching, unpacked
 
+# with_stored_images() gives these names.
+IMAGE_NAME = re.compile(r"images/[0-9a-f]{16}\.(png|jpeg|webp)")
+THUMBNAIL_PIXELS = 256  # Longest side.
 LEARNED = {
     "advantages": "advantage",
     "ratios": "ratio",
@@ -20,13 +25,13 @@ LEARNED = {
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from rl_core.types import JSONObject
+    from rl_core.types import JSONObject, Message
 
 
 def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None) -> JSONObject:
     """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first
     `num_new` are context, and `values`: name -> one for each sampled token. `tokenizer`: instead of
-    the one in the run's folder."""
+    the one in the run's folder. `images`: name of an image in the messages -> its thumbnail."""
     row = run.episode(entry)
     tokenizer, advantage = tokenizer or tokenizer_of(run, entry.actor), advantage_of(run, entry)
     turns = []
@@ -57,7 +62,27 @@ def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = No
                 "values": values,
             }
         )
-    return row | {"turns": turns}
+    return row | {"turns": turns, "images": thumbnails(run.path / "rollouts", row["messages"])}
+
+
+def thumbnails(folder: Path, messages: list[Message]) -> dict[str, str]:
+    """Name -> data: URL of a small copy, for each image of the messages that can be read."""
+    names = {}
+    for message in filter(has_image, messages):
+        for item in message["content"]:
+            name = item.get("image")
+            if isinstance(name, str) and IMAGE_NAME.fullmatch(name):
+                names[name] = thumbnail(folder / name)
+    return {name: url for name, url in names.items() if url}
+
+
+@lru_cache(512)
+def thumbnail(file: Path) -> str:
+    """A data: URL of a PNG or JPEG; "" if the file is not an image."""
+    try:
+        return small_copy(bytes_of(file), THUMBNAIL_PIXELS)
+    except ValueError:
+        return ""
 
 
 def learned_values(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -9,9 +11,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+import numpy as np
 import pytest
 import yaml
 from kit import LETTERS, run_ranks, wait_until, words
+from PIL import Image as pil
 from view_parts import (
     CHROMIUM,
     HOSTILE,
@@ -26,6 +30,7 @@ from view_parts import (
 
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools.view import main
+from rl_core.view import report as report_module
 from rl_core.view import server
 from rl_core.view.data import axis_range
 
@@ -446,6 +451,51 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
             0,
             3,
         ]
+
+
+def png_of(picture) -> str:
+    buffer = io.BytesIO()
+    pil.fromarray(picture).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_images_of_a_run_are_thumbnails_and_nothing_else_is_an_image(
+    tmp_path, serve, page_of, monkeypatch
+):
+    """Images in a message and in a result of a tool; an SVG, a path and an address stay text."""
+    noise = np.random.RandomState(0).randint(0, 256, (600, 900, 3), dtype=np.uint8)
+    shown_urls = [png_of(noise), png_of(np.zeros((16, 24, 3), np.uint8))]
+    svg = "<svg xmlns='http://www.w3.org/2000/svg' onload='window.evil = 1'/>"
+    others = ["images/../../config.yaml", f"data:image/svg+xml,{svg}", "http://127.0.0.1:9/a.png"]
+    others += ["images/0123456789abcdef.png"]
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {}}}
+    images = [{"type": "image", "image": url} for url in (*shown_urls, *others)]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "before"}, images[0], *images[2:]]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [images[1]]},
+        {"role": "assistant", "content": "seen"},
+    ]
+    folder = tmp_path / "run"
+    write_step(folder, 1, [trajectory(n, messages=messages) for n in range(3)])
+    write_metrics(folder, [{"step": 1, "rollout/policy/reward_mean": 0.5}])
+    assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("data:image/jpeg;base64,") == report.count("data:image/png;base64,iV") == 1
+    for address in (serve(folder), f"file://{tmp_path}/report.html"):
+        page = page_of(address)
+        page.get_by_role("link", name="Conversations").click()
+        page.locator("#list tbody button").first.click()
+        page.wait_for_selector("#reader .says img")
+        page.locator("#reader details.call").evaluate("node => { node.open = true; }")
+        sizes = "[...document.images].map((image) => [image.naturalWidth, image.naturalHeight])"
+        wait_until(lambda page=page: page.evaluate(sizes) == [[256, 171], [24, 16]], "images")
+        texts = shown(page, "#reader .says p.soft")
+        assert texts == [f"[image {name[:80]}]" for name in others]
+        assert page.evaluate("window.evil === undefined")
+    monkeypatch.setattr(report_module, "MAX_IMAGE_BYTES", 1000)
+    assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0
+    assert "data:image/jpeg;base64," not in (tmp_path / "report.html").read_text()
 
 
 def test_a_live_run_updates_by_itself(game, serve, page_of):

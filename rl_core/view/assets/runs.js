@@ -77,9 +77,14 @@ async function ask(run, path, query, options) {
   return found;
 }
 const searchable = (message) => Object.entries(message).map(([key, value]) => (key === "role" ? "" : textOf(value))).join("\n");
+const pictures = new Map(); // Name of an image, which is a hash of its content -> URL.
+const keepPictures = ({ images }) => Object.entries(images).forEach(([name, url]) => pictures.set(name, url));
 const inReport = {
   new: (run) => run.news,
-  episode: (run, { number }) => run.episodes[number],
+  episode: (run, { number }) => {
+    run.episodes.forEach(keepPictures); // An image is in the first episode that shows it.
+    return run.episodes[number];
+  },
   search: (run, { q }) => {
     const has = (episode) => episode.messages.some((m) => searchable(m).toLowerCase().includes(q.toLowerCase()));
     return { found: run.episodes.flatMap((episode, n) => (has(episode) ? [n] : [])), next: null };

@@ -163,7 +163,11 @@ async function search() {
 const loaded = new Map(); // the last ones that were read
 async function episodeOf(e) {
   const key = `${keyOf(e)}/${e.run.revision}`;
-  if (!loaded.has(key)) loaded.set(key, await ask(e.run, "episode", { number: e.n, revision: e.run.revision }));
+  if (!loaded.has(key)) {
+    const { images, ...episode } = await ask(e.run, "episode", { number: e.n, revision: e.run.revision });
+    keepPictures({ images });
+    loaded.set(key, episode);
+  }
   if (loaded.size > 200) loaded.delete(loaded.keys().next().value);
   return { e, ...loaded.get(key) };
 }

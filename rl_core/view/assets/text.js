@@ -83,8 +83,18 @@ function spoken(text) {
   return [head.trim() && folded(markdown(head), head), thought(inner), rest.trim() && folded(markdown(rest), rest)];
 }
 
+const isImage = (piece) => piece?.type === "image" && typeof piece.image === "string";
+const imagesIn = (content) => (Array.isArray(content) ? content.filter(isImage) : []);
+const imageName = ({ image }) => `[image ${image.slice(0, 80)}]`;
+const PICTURE = /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/=]+$/;
+// Only thumbnails that rl_core made: an image of another name stays text.
+function picture(piece) {
+  const url = pictures.get(piece.image) ?? "";
+  return PICTURE.test(url) ? el("img", { src: url, alt: imageName(piece) }) : el("p", { class: "soft" }, imageName(piece));
+}
+
 const textOf = (content) => (typeof content === "string" ? content : content === null || content === undefined ? ""
-  : Array.isArray(content) ? content.map((piece) => (typeof piece?.text === "string" ? piece.text : JSON.stringify(piece))).join("\n") : JSON.stringify(content));
+  : Array.isArray(content) ? content.map((piece) => (isImage(piece) ? imageName(piece) : typeof piece?.text === "string" ? piece.text : JSON.stringify(piece))).join("\n") : JSON.stringify(content));
 
 // weight(name="cat") -> 8
 function call({ function: named, ...rest }, result) {
@@ -96,17 +106,23 @@ function call({ function: named, ...rest }, result) {
   const output = result && textOf(result.content), cut = (text, most) => (text.length > most ? `${text.slice(0, most)} ...` : text);
   const line = `${f.name ?? rest.name ?? "?"}(${cut(listed, 300)})${result ? ` -> ${cut(output.split("\n")[0], 200)}${output.includes("\n") ? " ..." : ""}` : ""}`;
   return el("details", { class: "call" }, el("summary", {}, line), el("pre", {}, JSON.stringify({ function: named, ...rest }, null, 1)),
-    result && folded(el("pre", {}, output), output));
+    result && folded(el("pre", {}, output), output), imagesIn(result?.content).map(picture));
 }
 
 const KNOWN = ["role", "name", "content", "tool_calls", "reasoning_content", "tool_call_id", "thinking"];
+function shownText(role, text) {
+  if (!text) return null;
+  return role === "tool" ? folded(el("pre", {}, text), text) : role === "assistant" ? spoken(text) : folded(markdown(text), text);
+}
+
 // The nodes of a message; `results`: of its calls, by their place.
 function shownMessage(message, results = []) {
-  const { role, content, tool_calls: calls, reasoning_content: reasoning, thinking } = message, text = textOf(content);
+  const { role, content, tool_calls: calls, reasoning_content: reasoning, thinking } = message;
+  const pieces = imagesIn(content).length ? content : [content];
   const others = Object.entries(message).filter(([key, value]) => !KNOWN.includes(key) && value && !(Array.isArray(value) && !value.length));
   return [
     thought(textOf(reasoning || thinking || "")),
-    text && (role === "tool" ? folded(el("pre", {}, text), text) : role === "assistant" ? spoken(text) : folded(markdown(text), text)),
+    pieces.map((piece) => (isImage(piece) ? picture(piece) : shownText(role, textOf(typeof piece?.text === "string" ? piece.text : piece)))),
     (Array.isArray(calls) ? calls : []).map((one, i) => call(one && typeof one === "object" ? one : { arguments: one }, results[i])),
     others.map(([key, value]) => el("p", { class: "soft" }, `${key}: ${textOf(value)}`)),
   ];
