@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.data.image_families import load_family
 from rl_core.distributed import Ranks
 from rl_core.engines.options import engine_factory
+from rl_core.errors import split
 from rl_core.learning import lora
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
@@ -27,7 +28,7 @@ from rl_core.models.options import (
     choose_logprob_kernel,
     use_cpu_decoder,
 )
-from rl_core.models.policy import PackedForward, Policy, blocks_of, without_dropout
+from rl_core.models.policy import PackedForward, Policy, blocks_of, freeze_parts, without_dropout
 from rl_core.models.vision import Vision
 from rl_core.parallel import fsdp
 from rl_core.plugin import CustomComponents
@@ -103,6 +104,7 @@ def make_learner(
             model,
             learner=config.learner,
             adapters=adapters,
+            trained_parts=split(config.learner.train),
             is_scoring=algorithm.is_scoring,
             is_served=bool(
                 adapters and engine_factory(config, engine=custom.engine).adapter_of(name)
@@ -146,11 +148,12 @@ def make_policy(
     is_frozen: bool = False,
     attention: str = "auto",
     is_served: bool = False,
+    trained_parts: Sequence[str] = (),
     max_image_pixels: int | None = None,
 ) -> Policy:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
     of a copy if there are several or compute is not in fp32. `learner`: memory and kernels.
-    `adapters`: by name."""
+    `adapters`: by name. `trained_parts`: of a model that sees; empty: all."""
     # The forward pass is made before the weights are read.
     forward_pass = make_forward(attention, ranks)
     learner, adapters = learner or LearnerConfig(), adapters or {}
@@ -191,6 +194,8 @@ def make_policy(
     family = load_family(path, max_image_pixels)
     if not isinstance(family, str) and not is_scoring:
         policy.vision = Vision(family, hf)
+    if trained_parts and not adapters:
+        freeze_parts(hf, trained_parts)
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
         fsdp.shard_policy(policy, dtype, ranks, cpu_offload)

@@ -26,6 +26,9 @@ class OptimConfig(Section, prefix="optim."):
     )
 
 
+PARTS = ("vision", "projector", "language")  # Of a model that sees.
+
+
 @dataclass(kw_only=True)
 class LearnerConfig(Section, prefix="learner."):
     updates_per_epoch: AtLeast1 = flag(
@@ -45,6 +48,9 @@ class LearnerConfig(Section, prefix="learner."):
     offload: Literal["none", "phase", "always"] = flag("none", "CPU offload; phase: while sampling")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "mixed precision; auto: bfloat16 on a GPU, or float16 if it has none"
+    )
+    train: str | None = flag(
+        None, "parts of a model that sees: some of vision,projector,language; default: all"
     )
 
 

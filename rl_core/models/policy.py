@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,9 @@ from rl_core.types import PackedBatch
 
 if TYPE_CHECKING:
     import peft
+
+# Names of modules that map features of the vision tower to the language model's width.
+PROJECTOR = re.compile(r"merger|projector|connector|embed_vision|image_newline")
 
 # (hidden states before the trained tokens [M, D], labels, temperature) -> tensors of M values.
 Outputs = Callable[[Tensor, Tensor, float], tuple[Tensor, ...]]
@@ -249,6 +253,15 @@ def tower_blocks(hf: PreTrainedModel) -> nn.ModuleList:
     """The layers of the vision tower."""
     text = set(backbone(hf).modules())
     return largest_list(module for module in hf.modules() if module not in text)
+
+
+def freeze_parts(hf: PreTrainedModel, trained: Sequence[str]) -> None:
+    """Freezes all parts of a model that sees but those of `trained`."""
+    head = hf.get_output_embeddings()
+    text = {*backbone(hf).parameters(), *(() if head is None else head.parameters())}
+    for name, parameter in hf.named_parameters():
+        kind = "projector" if PROJECTOR.search(name) else "vision"
+        parameter.requires_grad_(("language" if parameter in text else kind) in trained)
 
 
 def largest_list(modules: Iterable[nn.Module]) -> nn.ModuleList:

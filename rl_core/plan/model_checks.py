@@ -8,8 +8,11 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rl_core.config import Config, LoraConfig
+from rl_core.config.actors import ActorConfig
+from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.tool_calls import ToolCalls
+from rl_core.errors import split
 from rl_core.models.loading import load_model_config, max_positions
 
 
@@ -40,6 +43,8 @@ def checked_chat(config: Config, name: str) -> Chat:
     check_kernels(config, model_config, actor.lora if actor.is_trained else None)
     num_rows = model_config.get_text_config().vocab_size
     settings = config.of(name)
+    if actor.is_trained and settings.learner.train is not None:
+        check_trained_parts(settings, actor, model_config)
     critic_model = settings.critic.model
     if actor.is_trained and critic_model:
         num_values = read_other(config, critic_model).get_text_config().vocab_size
@@ -60,6 +65,25 @@ def checked_chat(config: Config, name: str) -> Chat:
     chat.check_variables(chat.variables, "--chat_template_kwargs")
     check_vocabulary(chat, num_rows, actor.model)
     return chat
+
+
+def check_trained_parts(
+    settings: Config, actor: ActorConfig, model_config: PretrainedConfig
+) -> None:
+    """Raises ValueError if --learner.train names parts that the model lacks or cannot train."""
+    flag = f"--learner.train={settings.learner.train}"
+    names = split(settings.learner.train)
+    if not names or not set(names) <= {*PARTS}:
+        raise ValueError(f"{flag}: name some of {','.join(PARTS)}")
+    if not hasattr(model_config, "vision_config"):
+        raise ValueError(f"{flag}: model {actor.model} reads text alone; leave it out")
+    if actor.lora.rank and names != ["language"]:
+        raise ValueError(
+            f"{flag}: adapters are put into the language model alone; take --learner.train "
+            "language, or leave out lora.rank"
+        )
+    if settings.algorithm == "rm":
+        raise ValueError(f"{flag}: --algorithm rm trains the whole model; leave it out")
 
 
 def read_config(path: str) -> PretrainedConfig:

@@ -340,6 +340,28 @@ CASES = {
     "qwen3_vl": Case(
         "--algorithm sft", ("pictures",), "qwen3_vl", layouts=(*SEEN, "joined"), meshes=("dp",)
     ),
+    "language": Case(
+        "--algorithm sft --learner.train language",
+        ("pictures",),
+        "qwen2_5_vl",
+        layouts=("", "recompute"),
+        meshes=("dp",),
+    ),
+    "tower, kl": Case(
+        "--algo.reference SEER --algo.kl_coef 0.3 --learner.train vision",
+        ("pictures",),
+        "qwen2_5_vl",
+        layouts=("recompute",),
+    ),
+    "projector, dpo": Case(
+        "--algorithm dpo --algo.reference SEER --learner.train projector,language",
+        ("picture pairs",),
+        "qwen3_vl",
+        layouts=("",),
+    ),
+    "projector": Case(
+        "--learner.train projector", ("one picture",), "qwen2_5_vl", layouts=("",), meshes=("dp",)
+    ),
     "replay": Case(
         REPLAY, ("replayed",), "mixtral", layouts=MOE["layouts"][:3], meshes=("dp", "cp")
     ),
@@ -398,9 +420,19 @@ def expected(models) -> Callable[[str, str], tuple]:
         case = CASES[name]
         learner = make_learner(models(case.model), flags_of(case, models))
         samples = make_samples(kind, case.level, "top_k" in case.flags)
-        return Oracle(learner.config, learner.algorithm, case.level)(samples)
+        loss, grads = Oracle(learner.config, learner.algorithm, case.level)(samples)
+        if (parts := learner.config.learner.train) is not None:
+            grads = {n: g for n, g in grads.items() if named_part(n) in parts.split(",")}
+        return loss, grads
 
     return get
+
+
+def named_part(weight: str) -> str:
+    """The part of a Qwen-VL model that has this weight."""
+    if "visual." not in weight:
+        return "language"
+    return "projector" if "merger" in weight else "vision"
 
 
 @pytest.mark.parametrize("name, kind, layout", ROWS)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from contextlib import nullcontext
 
 import kit
 import pytest
 import torch
+from kit import words
 
 from rl_core.algorithms import Algorithm, clipped_loss, token_losses
+from rl_core.config import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
+from rl_core.distributed import init_ranks
 from rl_core.learning.learner import Learner
+from rl_core.plan.model_checks import checked_chat
+from rl_core.run.saving.checkpoint import save_checkpoint
+from rl_core.run.saving.resume import load_checkpoint
 from rl_core.types import TrainingSample
 
 FLAGS = ["--env_path", "x.py", "--out", "x", "--max_prompt_tokens", "40", "--max_tokens", "60"]
@@ -160,3 +167,28 @@ def test_fewer_samples_than_ranks_leave_bins_empty():
     assert sorted(map(len, balanced_bins([(5, 5), (3, 3)], 100, 4))) == [0, 0, 1, 1]
     batch = pack_samples([])
     assert batch.input_ids.numel() == 1 and batch.labels.numel() == 0
+
+
+@pytest.mark.parametrize(
+    "arch, flags, why",
+    [
+        ("qwen2_5_vl", "tower", "--learner.train=tower: name some of vision,projector,language"),
+        ("qwen3", "vision", "reads text alone; leave it out"),
+        ("qwen3_vl", "vision,language --actors.policy.lora.rank 2", "the language model alone"),
+        ("qwen2_vl", "language --algorithm rm", "trains the whole model; leave it out"),
+    ],
+)
+def test_parts_that_cannot_be_trained_are_refused(arch, flags, why, make_model):
+    sizes = "--env_path x.py --out x --max_prompt_tokens 16 --max_tokens 16 --learner.train"
+    config = parse_config(words("--model", make_model(arch), sizes, flags))
+    with pytest.raises(ValueError, match=why):
+        checked_chat(config, "policy")
+
+
+def test_a_checkpoint_whose_trained_weights_are_frozen_is_refused(make_model, tmp_path):
+    path, ranks = make_model("qwen2_5_vl"), init_ranks(60)
+    save_checkpoint(tmp_path / "step_000001", {"policy": make_learner(path)}, {}, ranks, 0)
+    for flags, why in (("", None), ("--learner.train language", "was trained, and is frozen here")):
+        learners = {"policy": make_learner(path, flags)}
+        with pytest.raises(ValueError, match=why) if why else nullcontext():
+            load_checkpoint(tmp_path / "step_000001", learners)

@@ -137,6 +137,12 @@ def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
                 f"{folder}: {key} is missing or has another shape; does the checkpoint belong to "
                 "another model, or to one with other adapters?"
             )
+    for key in saved:
+        if key.startswith("param/") and key not in wanted:
+            raise ValueError(
+                f"{folder}: {key} was trained, and is frozen here; give the --learner.train of the "
+                "checkpoint"
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(wanted, storage_reader=reader)
