@@ -16,7 +16,8 @@ case "$name" in
 esac
 shift
 venv="$PWD/.venv-$name"
-[ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+python="$("$PYTHON" -V)"
+[ "$("$venv/bin/python" -V 2> /dev/null)" = "$python" ] || "$PYTHON" -m venv --clear "$venv"
 install() { "$venv/bin/python" -m uv pip install --python "$venv/bin/python" "$@"; }
 
 stamp="$venv/.rl_core_test"

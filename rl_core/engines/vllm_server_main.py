@@ -4,6 +4,7 @@ reads its arguments as JSON from standard input. Only this file and vllm_worker.
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from rl_core.engines.server_child import read_order
 
@@ -16,6 +17,8 @@ def main() -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     # vLLM itself leaves the routes that change weights open to every user of the machine.
+    if not hasattr(authenticate, "GUARDED_PREFIX"):
+        sys.exit("rl_core cannot protect the routes of this version of vLLM; install vllm==0.32.0")
     authenticate.GUARDED_PREFIX = "/"
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([*order["args"], "--api-key", order["key"]])

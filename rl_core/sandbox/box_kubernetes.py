@@ -63,7 +63,7 @@ class Driver:
         self.configuration.connection_pool_maxsize = 0  # Each running command holds a connection.
         self.loading = asyncio.Lock()
         self.loaded_at = 0.0
-        self.owners: list[dict[str, Any]] = []
+        self.owners: list[dict[str, Any]] | None = None  # None until they are known.
         # The client's annotations do not know WebSockets, nor dicts as manifests.
         self.pods: Any = None
         self.execs: Any = None
@@ -111,8 +111,8 @@ class Driver:
             client = kubernetes.client
             self.pods = client.CoreV1Api(client.ApiClient(self.configuration))
             self.execs = client.CoreV1Api(WsApiClient(self.configuration, heartbeat=PING_S))
-            if self.is_in_cluster:
-                self.owners = await self.find_owner(namespace)
+        if self.is_in_cluster and self.owners is None:
+            self.owners = await self.find_owner(namespace)
 
     async def find_owner(self, namespace: str) -> list[dict[str, Any]]:
         """This process's pod, with which its boxes are removed."""
@@ -122,7 +122,9 @@ class Driver:
             pod = await self.pods.read_namespaced_pod(
                 os.uname().nodename, namespace, _request_timeout=REQUEST_S
             )
-        except ApiException:
+        except ApiException as error:
+            if error.status not in (403, 404):
+                raise
             return []  # The pod has another host name, or must not read pods.
         owner = {"apiVersion": "v1", "kind": "Pod"}
         return [owner | {"name": pod.metadata.name, "uid": pod.metadata.uid}]
@@ -148,7 +150,7 @@ class Driver:
         await self.connect()
         try:
             await self.pods.create_namespaced_pod(
-                self.namespace, manifest(request, self.owners), _request_timeout=REQUEST_S
+                self.namespace, manifest(request, self.owners or []), _request_timeout=REQUEST_S
             )
         except ApiException as error:
             # The answer to an earlier request may have been lost.

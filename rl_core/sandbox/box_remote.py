@@ -327,7 +327,12 @@ class BoxService:
         if has_agent:
             self.check_stdin()
         asking = self.call("a request", lambda: self.driver.reap(NO_RUN), retry_s=CHECK_S)
-        asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+        asking = asyncio.wait_for(asking, TRANSFER_S)
+        try:
+            asyncio.run_coroutine_threadsafe(asking, self.loop).result()
+        except TimeoutError:
+            text = f"{self.name}: the service did not answer within {TRANSFER_S:.0f} s"
+            raise RemoteError(text) from None
 
     def check_stdin(self) -> None:
         if not self.driver.has_stdin:

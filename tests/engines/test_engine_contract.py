@@ -420,6 +420,12 @@ def test_new_weights_are_what_samples_and_adapters_stay_beside_them(fresh):
     assert fresh.engine.version == fresh.version
 
 
+CHANGE_WEIGHTS = {
+    "sglang": ("update_weights_from_tensor", "update_weights_from_disk"),
+    "vllm": ("update_weights", "collective_rpc", "pause"),
+}
+
+
 def test_an_update_of_one_adapter_leaves_the_others_and_the_weights(fresh):
     before = fresh.speak(REQUESTS)
     for seed in (7, 8):
@@ -433,6 +439,9 @@ def test_an_update_of_one_adapter_leaves_the_others_and_the_weights(fresh):
         server = fresh.engine.server
         _, models = fresh.run(ask(f"{server.url}/v1/models", token=server.key))
         assert len(json.loads(models)["data"]) == 1 + len(LORAS)
+        # Other users of the machine change nothing, and have no pickles loaded.
+        for route in ("v1/load_lora_adapter", *CHANGE_WEIGHTS[fresh.kind]):
+            assert fresh.run(ask(f"{server.url}/{route}", {}))[0] == 401, route
 
 
 def test_each_tensor_that_was_sent_is_exactly_what_the_engine_loads_itself(fresh):

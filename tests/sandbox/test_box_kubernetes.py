@@ -246,6 +246,9 @@ def test_the_owner_of_pods_is_the_pod_of_the_run(server):
 
     async def work():
         await service.driver.connect()
+        server.faults["read"] = [(500, {}, "etcd")]
+        with pytest.raises(box_kubernetes.ApiException):
+            await service.driver.find_owner(kube_server.NAMESPACE)
         return [
             await service.driver.find_owner(name) for name in (kube_server.NAMESPACE, "another")
         ]
@@ -272,13 +275,18 @@ def test_what_is_missing_is_named_before_a_model_loads(server, monkeypatch, tmp_
         boxes.configure(box_driver="lambda")
 
 
-def test_a_forgotten_box_is_removed_and_never_by_a_fork(server):
+def test_a_forgotten_box_is_removed_and_never_by_a_fork(server, tmp_path):
+    boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / "run"))
     box = asyncio.run(boxes.open({}))
     pid = os.fork()
     if pid == 0:
-        del box
-        boxes.SERVICES.close()
-        os._exit(0)
+        code = 1
+        try:
+            del box
+            code = asyncio.run(run_one()).code
+            boxes.SERVICES.close()
+        finally:
+            os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert asyncio.run(box.exec("echo works")).stdout == "works\n" and server.pods
     del box

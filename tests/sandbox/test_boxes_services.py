@@ -191,6 +191,21 @@ def test_a_box_ends_with_its_run_however_that_ends(name, server, tmp_path):
         boxes.configure()
 
 
+def test_a_box_of_e2b_is_not_renewed_beyond_its_lifetime(monkeypatch):
+    async def work(server):
+        async with await boxes.open({"box_driver": "e2b"}) as box:
+            timeouts = [server.sandboxes[box.box.sandbox.id]["timeout"]]
+            await asyncio.sleep(1.5)
+            return [*timeouts, server.sandboxes[box.box.sandbox.id]["timeout"]]
+
+    with box_services.service("e2b", monkeypatch) as server:
+        boxes.configure(idle_s=3.0, lifetime_s=3.0)
+        try:
+            assert asyncio.run(work(server)) == [3, 2]
+        finally:
+            boxes.configure()
+
+
 def test_an_image_becomes_one_template_of_e2b(monkeypatch):
     async def work():
         row = {"box_driver": "e2b", "image": "python:3.12-slim"}
