@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
+from math import isqrt
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,21 @@ class ImageFamily:
     template writes one placeholder for an image, which becomes `num_tokens` placeholders, and the
     tensors of several images are joined along the first axis."""
 
-    def __init__(self, config: PretrainedConfig, processor: Any):
-        """`processor`: transformers' image processor of the model."""
-        self.config, self.processor = config, processor
+    arguments: tuple[str, ...] = ("pixel_values", "image_grid_thw")  # Of the model's forward.
+
+    def __init__(self, config: PretrainedConfig, processor: Any, path: str):
+        """`processor`: transformers' image processor of the model at `path`."""
+        self.config, self.processor, self.path = config, processor, path
         self.token_id: int = config.image_token_id
         # Forwards read it where the model itself sampled token_id; see models/vision.py.
         self.stand_in = int(self.token_id == 0)
         self.cache = PixelCache(self)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if layers keep a state: the embedded engine samples row by row, without images."""
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        return "linear_attention" in kinds
 
     def limit_pixels(self, most: int) -> None:
         """Makes the processor resize images to at most this number of pixels."""
@@ -51,9 +60,25 @@ class ImageFamily:
         feature, and other tokens of the image's frame and rows."""
         return [-image.key] * self.num_tokens(image)
 
+    def read(self, text: str, image: InputImage) -> list[int]:
+        """The ids of the text that replaces the placeholder, with -key for placeholders in it."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return [-image.key if token_id == self.token_id else token_id for token_id in ids]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return load_pretrained(AutoTokenizer, self.path)
+
+    @cached_property
+    def token(self) -> str:
+        return self.tokenizer.convert_ids_to_tokens(self.token_id)
+
     def tensors(self, image: InputImage) -> dict[str, Tensor]:
         """Arguments of the model's forward for one image."""
-        return dict(self.processor(images=[decoded_image(image)], return_tensors="pt"))
+        made = self.processor(images=[decoded_image(image)], return_tensors="pt")
+        return {name: made[name] for name in self.arguments}
 
     def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Arguments of the model's forward for several images."""
@@ -76,11 +101,11 @@ class ImageFamily:
 
 
 class QwenVL(ImageFamily):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: one token for each merged block of patches."""
+    """One token for each merged block of patches."""
 
     def limit_pixels(self, most: int) -> None:
         size = dict(self.processor.size)
-        size["longest_edge"] = min(most, size["longest_edge"])
+        size["longest_edge"] = min(most * self.num_frames, size["longest_edge"])
         size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
         self.processor.size = type(self.processor.size)(**size)
 
@@ -88,11 +113,146 @@ class QwenVL(ImageFamily):
         num_patches = self.processor.get_number_of_image_patches(image.height, image.width)
         return num_patches // self.processor.merge_size**2
 
+    @property
+    def num_frames(self) -> int:
+        """Number of times that the processor's limits count a pixel."""
+        return 1
+
+
+class GlmV(QwenVL):
+    @property
+    def num_frames(self) -> int:
+        return self.processor.temporal_patch_size
+
+
+class Mistral3(ImageFamily):
+    """Rows of merged patches, each with a token at its end."""
+
+    arguments = ("pixel_values", "image_sizes")
+
+    def __init__(self, config: PretrainedConfig, processor: Any, path: str):
+        super().__init__(config, processor, path)
+        self.edge = config.vision_config.patch_size * config.spatial_merge_size
+        processor.patch_size = {"height": self.edge, "width": self.edge}
+
+    def limit_pixels(self, most: int) -> None:
+        size = dict(self.processor.size)
+        size["longest_edge"] = max(self.edge, min(isqrt(most), size["longest_edge"]))
+        self.processor.size = type(self.processor.size)(**size)
+
+    def grid(self, image: InputImage) -> tuple[int, int]:
+        """Rows and columns of the image's tokens."""
+        height, width, longest = image.height, image.width, self.processor.size["longest_edge"]
+        ratio = max(height / longest, width / longest)
+        if ratio > 1:
+            height, width = int(height / ratio), int(width / ratio)
+        if not height or not width:
+            raise ValueError(
+                f"an image of {image.width} x {image.height} pixels has no row or column of pixels "
+                f"left where its longer side has {longest}; crop it"
+            )
+        return (height - 1) // self.edge + 1, (width - 1) // self.edge + 1
+
+    def num_tokens(self, image: InputImage) -> int:
+        rows, columns = self.grid(image)
+        return rows * columns
+
+    def expand(self, image: InputImage) -> list[int]:
+        rows, columns = self.grid(image)
+        every = [self.token * columns] * rows
+        return self.read("[IMG_BREAK]".join(every) + "[IMG_END]", image)
+
+    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        import torch
+
+        sizes = torch.cat([of["image_sizes"] for of in of_images])
+        height, width = sizes.amax(0).tolist()
+        values = of_images[0]["pixel_values"].new_zeros(len(sizes), 3, height, width)
+        for row, (of, (height, width)) in enumerate(zip(of_images, sizes.tolist(), strict=True)):
+            values[row, :, :height, :width] = of["pixel_values"][0]
+        return {"pixel_values": values, "image_sizes": sizes}
+
+
+class InternVL(ImageFamily):
+    """Tiles of one size, each with one number of tokens, and the image in the size of a tile."""
+
+    arguments = ("pixel_values",)
+
+    def __init__(self, config: PretrainedConfig, processor: Any, path: str):
+        super().__init__(config, processor, path)
+        processor.crop_to_patches = True  # As transformers' processor of the family does.
+
+    def limit_pixels(self, most: int) -> None:
+        size = self.processor.size
+        num_tiles = max(1, most // (size["height"] * size["width"]))
+        self.processor.max_patches = min(self.processor.max_patches, num_tiles)
+        self.processor.min_patches = min(self.processor.min_patches, num_tiles)
+
+    def num_tokens(self, image: InputImage) -> int:
+        num_tiles = self.processor.get_number_of_image_patches(image.height, image.width)
+        return num_tiles * self.config.image_seq_length
+
+    def expand(self, image: InputImage) -> list[int]:
+        return self.read(f"<img>{self.token * self.num_tokens(image)}</img>", image)
+
+
+class Idefics3(ImageFamily):
+    """Rows of tiles behind the tokens of their row and column, and the image in one tile."""
+
+    arguments = ("pixel_values", "pixel_attention_mask")
+
+    def limit_pixels(self, most: int) -> None:
+        tile = self.processor.max_image_size["longest_edge"]
+        size = dict(self.processor.size)
+        size["longest_edge"] = min(size["longest_edge"], max(1, isqrt(most) // tile) * tile)
+        self.processor.size = type(self.processor.size)(**size)
+
+    @cached_property
+    def tokens_of_tile(self) -> int:
+        tower = self.config.vision_config
+        return (tower.image_size // tower.patch_size // self.config.scale_factor) ** 2
+
+    def num_tokens(self, image: InputImage) -> int:
+        num_tiles, *_ = self.processor.get_number_of_image_patches(image.height, image.width)
+        return max(1, num_tiles) * self.tokens_of_tile
+
+    def expand(self, image: InputImage) -> list[int]:
+        _, rows, columns = self.processor.get_number_of_image_patches(image.height, image.width)
+        tokens, text, fake = self.token * self.tokens_of_tile, "", "<fake_token_around_image>"
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                text += f"{fake}<row_{row}_col_{column}>{tokens}"
+            text += "\n"
+        text += "\n" if rows else ""
+        return self.read(f"{text}{fake}<global-img>{tokens}{fake}", image)
+
+    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        import torch
+
+        return {name: torch.cat([of[name] for of in of_images], 1) for name in of_images[0]}
+
 
 # Value of model_type in config.json -> family.
-FAMILIES: dict[str, type[ImageFamily]] = dict.fromkeys(
-    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenVL
-)
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GLM = ("glm4v", "glm4v_moe", "glm46v")
+FAMILIES: dict[str, type[ImageFamily]] = {
+    **dict.fromkeys(QWEN, QwenVL),
+    **dict.fromkeys(GLM, GlmV),
+    "mistral3": Mistral3,
+    "internvl": InternVL,
+    **dict.fromkeys(("idefics3", "smolvlm"), Idefics3),
+}
+
+
+# Value of model_type -> reason why its images are refused.
+BIDIRECTIONAL = "the tokens of an image attend to later ones, and attention here is causal"
+REFUSED = {
+    "gemma3": BIDIRECTIONAL,
+    "gemma4": f"in some sizes {BIDIRECTIONAL}",
+    "gemma4_unified": f"in some sizes {BIDIRECTIONAL}",
+    "llava_onevision": "an image has other tokens once a conversation has a second image",
+    "kimi_k25": "transformers reads its images with torchvision alone",
+}
 
 
 class PixelCache:
@@ -154,9 +314,10 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
         return f"model {path} ({config.model_type}) reads text alone"
     kind = FAMILIES.get(config.model_type)
     if kind is None:
+        reason = REFUSED.get(config.model_type, "")
         return (
-            f"images of the family {config.model_type} (model {path}) are not supported; take one "
-            f"of {', '.join(FAMILIES)}"
+            f"images of the family {config.model_type} (model {path}) are not supported"
+            f"{reason and ': '}{reason}; take one of {', '.join(FAMILIES)}"
         )
     try:
         processor = load_pretrained(AutoImageProcessor, path, backend="pil")
@@ -165,7 +326,7 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
             f"model {path} has no image processor ({str(error).splitlines()[0]}); copy "
             "preprocessor_config.json of the model that it was made from into the folder"
         )
-    family = kind(config, processor)
+    family = kind(config, processor, path)
     if max_pixels:
         family.limit_pixels(max_pixels)
     return family

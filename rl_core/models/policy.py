@@ -238,7 +238,9 @@ class Policy(nn.Module):
 
 def backbone(hf: PreTrainedModel) -> PreTrainedModel:
     """The module that returns hidden states; the language model of a multimodal model."""
-    text = getattr(hf.base_model, "language_model", hf.base_model)
+    text = hf.base_model
+    for name in ("language_model", "text_model"):  # Idefics3's name is the second.
+        text = getattr(text, name, text)
     inner = cast(PreTrainedModel, text.base_model)
     has_head = inner.get_output_embeddings() is not None  # Llama 4's language model has a head.
     return cast(PreTrainedModel, inner.model) if inner is hf or has_head else inner

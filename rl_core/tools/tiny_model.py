@@ -81,7 +81,9 @@ def make_tiny_model(
         )
     sees = arch in VISION_MODELS
     if tokenizer is None:
-        more, template = (VISION_TOKENS, VISION_TEMPLATE) if sees else ((), CHAT_TEMPLATE)
+        more, template = (), CHAT_TEMPLATE
+        if sees:
+            more, template = (*VISION_TOKENS, *VISION_MODELS[arch].tokens), VISION_TEMPLATE
         tokenizer = character_tokenizer(more, template)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {
@@ -111,4 +113,4 @@ def make_tiny_model(
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     if sees:
-        write_preprocessor(Path(out))
+        write_preprocessor(Path(out), arch)

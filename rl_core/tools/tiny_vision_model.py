@@ -4,6 +4,7 @@ pixels of an image are one token."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,6 @@ TOWER = {
     "temporal_patch_size": 2,
     "initializer_range": 0.1,
 }
-# Model type -> differences of its vision tower. A window of the first layer has 2 x 2 tokens.
-VISION_MODELS: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
-    "qwen3_vl": {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
-    "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
-}
-VISION_MODELS["qwen3_vl_moe"] = VISION_MODELS["qwen3_vl"]
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": (PATCH * MERGE) ** 2, "longest_edge": 64 * (PATCH * MERGE) ** 2},
@@ -49,36 +42,134 @@ PREPROCESSOR = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+# Layers of Qwen3.5 that keep a state.
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+GLM_EXPERTS = {"n_routed_experts": 4, "first_k_dense_replace": 1}
+
+
+@dataclass(kw_only=True, slots=True)
+class VisionModel:
+    """Differences of a family from Qwen-VL."""
+
+    tower: dict[str, Any] = field(default_factory=dict)
+    text: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[str, ...] = ()
+    has_axes: bool = True  # Positions have three axes.
+
+
+DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
+TILE = {"image_size": 8}
+TILES = {
+    "size": {"longest_edge": 16},
+    "max_image_size": {"longest_edge": 8},
+    "do_image_splitting": True,
+    "do_pad": True,
+}
+NAMES_OF_TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+TILE_TOKENS = ("<fake_token_around_image>", "<global-img>", *NAMES_OF_TILES)
+GLM = {"image_processor_type": "Glm4vImageProcessor"}
+# Model type -> model. A window of the first layer of Qwen2.5-VL's tower has 2 x 2 tokens.
+VISION_MODELS: dict[str, VisionModel] = {
+    "qwen2_5_vl": VisionModel(tower={"window_size": 16, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": VisionModel(tower=DEEPSTACK),
+    "qwen2_vl": VisionModel(tower={"embed_dim": 32, "mlp_ratio": 2}),
+    "qwen3_vl_moe": VisionModel(tower=DEEPSTACK, text=EXPERTS | {"num_experts": 4}),
+    "qwen3_5": VisionModel(
+        tower={"num_position_embeddings": 64},
+        text=LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "glm4v": VisionModel(tower={"image_size": 32}, preprocessor=GLM),
+    "glm4v_moe": VisionModel(
+        tower={"image_size": 32}, text=EXPERTS | GLM_EXPERTS, preprocessor=GLM
+    ),
+    "glm46v": VisionModel(
+        tower={"image_size": 32},
+        text={"model_type": "glm4v_text"},
+        preprocessor={"image_processor_type": "Glm46VImageProcessor"},
+    ),
+    "mistral3": VisionModel(
+        tower=LAYERS | {"image_size": 64, "head_dim": 16},
+        text={"model_type": "mistral"},
+        has_axes=False,
+        config={"spatial_merge_size": MERGE},
+        preprocessor={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 64},
+            "patch_size": PATCH * MERGE,
+        },
+        tokens=("[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "internvl": VisionModel(
+        tower=LAYERS | {"image_size": [8, 8], "patch_size": [PATCH, PATCH]},
+        text={"model_type": "qwen3"},
+        has_axes=False,
+        config={"image_seq_length": 1},
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": 8, "width": 8},
+            "max_patches": 4,
+            "crop_to_patches": True,
+        },
+        tokens=("<img>", "</img>"),
+    ),
+    "idefics3": VisionModel(
+        tower=LAYERS | TILE,
+        text={"model_type": "llama"},
+        has_axes=False,
+        config={"scale_factor": MERGE},
+        preprocessor={"image_processor_type": "Idefics3ImageProcessor"} | TILES,
+        tokens=TILE_TOKENS,
+    ),
+    "smolvlm": VisionModel(
+        tower=LAYERS | TILE,
+        text={"model_type": "llama"},
+        has_axes=False,
+        config={"scale_factor": MERGE},
+        preprocessor={"image_processor_type": "SmolVLMImageProcessor"} | TILES,
+        tokens=TILE_TOKENS,
+    ),
+}
 
 
 def vision_config(arch: str, text: dict[str, Any], tokenizer) -> Any:
     """The configuration of a model of `arch` whose language model has the settings `text`."""
     from transformers import AutoConfig
 
-    tower = TOWER | VISION_MODELS[arch] | {"out_hidden_size": text["hidden_size"]}
+    row = VISION_MODELS[arch]
+    tower = TOWER | {"out_hidden_size": text["hidden_size"]} | row.tower
     if arch == "qwen2_vl":  # The name of its output's size.
         tower["hidden_size"] = text["hidden_size"]
-    text |= EXPERTS if arch.endswith("moe") else {}
     half = text["head_dim"] // 2
     rest = half // 3
-    sections = [half - 2 * rest, rest, rest]
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    if row.has_axes:
+        rotary["mrope_section"] = [half - 2 * rest, rest, rest]
     # Its language model alone has no id of a first token.
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     ids = dict(zip(names, map(tokenizer.convert_tokens_to_ids, tokens), strict=True))
     return AutoConfig.for_model(
         arch,
-        text_config=text | {"rope_parameters": rotary},
+        text_config=text | {"rope_parameters": rotary} | row.text,
         vision_config=tower,
         tie_word_embeddings=text["tie_word_embeddings"],
         initializer_range=text["initializer_range"],
         dtype=text["dtype"],
         eos_token_id=text["eos_token_id"],
         pad_token_id=text["pad_token_id"],
-        **ids,
+        **ids | row.config,
     )
 
 
-def write_preprocessor(folder: Path) -> None:
-    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR, indent=2))
+def write_preprocessor(folder: Path, arch: str) -> None:
+    values = PREPROCESSOR | VISION_MODELS[arch].preprocessor
+    (folder / "preprocessor_config.json").write_text(json.dumps(values, indent=2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import inspect
 import io
 import itertools
 import math
@@ -111,9 +112,13 @@ def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
         data = base64.b64decode(known[key].url.partition(",")[2])
         pictures.append(PIL.Image.open(io.BytesIO(data)))
     seen = AutoImageProcessor.from_pretrained(hf.name_or_path)(pictures, return_tensors="pt")
+    arguments = seen.keys() & inspect.signature(hf.forward).parameters
     is_image = ids < 0
     plain = ids.masked_fill(is_image, placeholder)
-    return dict(seen) | {"input_ids": plain, "mm_token_type_ids": is_image.int()}
+    return {name: seen[name] for name in arguments} | {
+        "input_ids": plain,
+        "mm_token_type_ids": is_image.int(),
+    }
 
 
 def distributions(hf, s, temperature: float, is_whole: bool = False) -> Tensor:

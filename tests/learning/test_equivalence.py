@@ -126,14 +126,37 @@ def with_experts(samples: list) -> list:
     return samples
 
 
-def picture(number: int, height: int = 16, width: int = 24) -> list:
+def picture(number: int, height: int = 16, width: int = 24, model: str = "") -> list:
     """[an image of 8 x 8 pixels a token, its tokens between those of its begin and end]."""
     draw = np.random.RandomState(number)
     image = read_image(draw.randint(0, 256, (height, width, 3), dtype=np.uint8))
-    return [image, [104, *[-image.key] * (height * width // 64), 105]]
+    seen = [-image.key] * (height * width // 64)
+    if model:
+        seen = FRAMES[model](image, height // 8, width // 8)
+    return [image, [104, *seen, 105]]
 
 
-def pictures() -> list:
+def mistral3(image, rows: int, columns: int) -> list[int]:
+    return [*([*[-image.key] * columns, 108] * rows)[:-1], 109]
+
+
+def internvl(image, rows: int, columns: int) -> list[int]:
+    num_tiles = {(2, 3): 5, (4, 4): 5, (1, 5): 5, (3, 2): 3}[rows, columns]
+    return [108, *[-image.key] * num_tiles, 109]
+
+
+def idefics3(image, rows: int, columns: int) -> list[int]:
+    """Two rows of two tiles, one row of a flat image; then the image in one tile."""
+    tile, newline, ids = -image.key, 8, []
+    for number in range(1 if columns == 5 else 2):
+        ids += [108, 110 + 2 * number, tile, 108, 111 + 2 * number, tile, newline]
+    return [*ids, newline, 108, 109, tile, 108]
+
+
+FRAMES = {"mistral3": mistral3, "internvl": internvl, "idefics3": idefics3}
+
+
+def pictures(model: str = "") -> list:
     """Two groups that begin with one image each of one size; a tree whose second turns see images
     of one size; a sample with two images, one twice; groups without an image."""
     draw, samples = random.Random(0), []
@@ -149,17 +172,17 @@ def pictures() -> list:
         samples.append(dataclasses.replace(made, images=tuple(images)))
 
     for group in range(2):
-        image, seen = picture(group)
+        image, seen = picture(group, model=model)
         prompt = text(3) + seen + text(4)
         for _ in range(3):
             add(group, [prompt, text(draw.randint(2, 9))], [image])
-    (first, seen), reply = picture(2, 32, 32), text(5)
+    (first, seen), reply = picture(2, 32, 32, model), text(5)
     prompt = text(6) + seen + text(2)
     for number in (3, 3, 4):
-        second, seen_later = picture(number, 8, 40)
+        second, seen_later = picture(number, 8, 40, model)
         pieces = [prompt, reply, text(1) * 2 + seen_later + [9], text(4)]
         add(2, pieces, [first, second])
-    (one, seen_one), (two, seen_two) = picture(5), picture(6, 24, 16)
+    (one, seen_one), (two, seen_two) = picture(5, model=model), picture(6, 24, 16, model)
     add(3, [seen_one + seen_two + [7] + seen_one, text(6)], [one, two])
     for group in range(4, 8):
         prompt = text(12)
@@ -196,6 +219,7 @@ SAMPLES: dict[str, Callable[[], list]] = {
     "pictures": pictures,
     "one picture": one_picture,
     "picture pairs": picture_pairs,
+    **{f"pictures, {model}": functools.partial(pictures, model) for model in FRAMES},
     "mixed": lambda: imitated((60, 3)),
     "replayed": lambda: with_experts(imitated((60, 3))),
 }
@@ -362,6 +386,11 @@ CASES = {
     "projector": Case(
         "--learner.train projector", ("one picture",), "qwen2_5_vl", layouts=("",), meshes=("dp",)
     ),
+    **{
+        model: Case("", ("pictures",), model, layouts=("",))
+        for model in ("glm4v", "glm4v_moe", "qwen3_5")
+    },
+    **{model: Case("", (f"pictures, {model}",), model, layouts=("",)) for model in FRAMES},
     "replay": Case(
         REPLAY, ("replayed",), "mixtral", layouts=MOE["layouts"][:3], meshes=("dp", "cp")
     ),
@@ -390,7 +419,7 @@ def update(
     weight)."""
     learner = make_learner(model, SGD, *flags, ranks=ranks)
     # All other families are packed. choose_forward() would fall back to padded rows if that failed.
-    if learner.policy.hf.config.model_type == "lfm2":
+    if learner.policy.hf.config.model_type in ("lfm2", "qwen3_5"):
         choose_forward(learner.policy, learner.ranks)
     before = named_weights(learner)
     minibatches, _ = learner.shard(samples)
