@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_core.api.environment import Environment, Rows
 from rl_core.config import Config, EnvConfig, to_yaml
+from rl_core.data.images import with_images
 from rl_core.errors import split
 from rl_core.types import RunError
 
@@ -69,5 +70,11 @@ def is_path(text: str) -> bool:
 
 def write_rows(file: Path, rows: Rows) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(json.dumps(with_images(dict(row), None)) + "\n")
+        except ValueError as error:
+            raise ValueError(f"row {number} of {file.stem}: {error}") from None
+    file.write_text("".join(lines))
     return file

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from grpc import StatusCode
 
+from rl_core.data.images import with_images
 from rl_core.data.messages import canonical_messages
 from rl_core.data.tasks import make_task
 from rl_core.environments.env_file import load_env
@@ -128,9 +129,12 @@ class LocalEnv:
         for index in range(
             request.first, min(request.first + min(request.count or ROWS, ROWS), len(rows))
         ):
-            row = to_json(
-                rows[index], f"row {index} of {self.path}'s load_tasks({request.split!r})"
-            )
+            label = f"row {index} of {self.path}'s load_tasks({request.split!r})"
+            try:
+                row = rows[index]
+                row = to_json(with_images(row, None) if isinstance(row, dict) else row, label)
+            except ValueError as error:
+                raise ServiceError(StatusCode.UNKNOWN, f"{label}: {error}") from None
             size += len(row)
             if size > ROW_BYTES and reply.rows:
                 break

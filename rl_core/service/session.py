@@ -9,6 +9,7 @@ from collections.abc import Callable
 from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
+from rl_core.data.images import loaded_messages, with_images
 from rl_core.data.messages import canonical_messages
 from rl_core.sampling.env import OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import checked
@@ -259,10 +260,13 @@ class Session:
             spoken = news.completion if news.HasField("completion") else None
             arguments |= {"completion": spoken, "trajectory": trajectory}
         value = await self.run(hook, arguments)
+        label = f"{self.env.path}: what {hook.name}() returned"
         try:
-            text = to_json(value, f"{self.env.path}: what {hook.name}() returned")
+            text = to_json(sent_answer(value) if hook.name == "interact" else value, label)
         except ServiceError as error:
             raise self.fail(str(error)) from None
+        except ValueError as error:
+            raise self.fail(f"{label} {error}") from None
         return pb.RunReply(value=text, status=self.status)
 
     async def play(self, hook: Hook, arguments: dict[str, object]) -> pb.RunReply:
@@ -442,6 +446,14 @@ def too_slow(error: TimeoutError) -> ServiceError:
     """The error for a hook's timeout; names the flag of rl-core serve."""
     text = str(error).replace("--rollout.hook_timeout_s", "--hook_timeout_s of rl-core serve")
     return ServiceError(StatusCode.DEADLINE_EXCEEDED, text)
+
+
+def sent_answer(answer: object) -> object:
+    """The result of interact() with its images as data: URLs. Raises ValueError for an image that
+    cannot be read."""
+    if isinstance(answer, dict):
+        return with_images(answer, None)
+    return loaded_messages(answer, None) or answer
 
 
 def last_text(messages: list[Message], actor: str) -> str:

@@ -37,6 +37,8 @@ from kit import (
 )
 
 from rl_core.config import RolloutConfig
+from rl_core.data.images import read_image
+from rl_core.data.tasks import read_row
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments import env_file as environments
@@ -295,7 +297,23 @@ async def two():
     return 2.0
 """
 
+SIGHT = """
+max_turns = 2
+
+def load_tasks(split):
+    from PIL import Image
+    return [{"prompt": "a", "image": Image.new("RGB", (2, 3), (9, 9, 9))}]
+
+def interact(messages):
+    import numpy
+    picture = numpy.full((4, 5, 3), len(messages), "uint8")
+    return [{"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "image", "image": picture}]}]
+
+def reward_fn(messages):
+    return sum(map(ord, str(messages))) % 1000
+"""
 ENVS = {
+    "sight": SIGHT,
     "scored": SCORED,
     "agent": AGENT,
     "stateful": STATEFUL,
@@ -372,7 +390,13 @@ def service(files):
 
 
 def play(
-    env, replies: list[str], size: int = 1, task_id: str = "train/3", actors=None, **row
+    env,
+    replies: list[str],
+    size: int = 1,
+    task_id: str = "train/3",
+    actors=None,
+    prompt="hi",
+    **row,
 ) -> list:
     """A group of episodes with these replies, one a turn."""
     actors = actors or {
@@ -384,7 +408,7 @@ def play(
             id=task_id,
             env=env.name,
             row={"answer": "3"} | row,
-            messages=[{"role": "user", "content": "hi"}],
+            messages=[{"role": "user", "content": prompt}],
         )
         options = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
         group = Group(task=task, batch="t", number=0, **options)
@@ -570,6 +594,20 @@ def test_a_failing_hook_reads_as_that_of_a_file(service, files):
         "the row of train/3 must be JSON to be sent: it contains a value of type object"
         in unfit.error
     )
+
+
+def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
+    picture = read_image(np.full((3, 7, 3), 9, np.uint8))
+    prompt = [{"type": "image", "image": picture.url}, {"type": "text", "text": "a"}]
+    paths = [service.url("sight"), str(files / "sight.py")]
+    [served], [local] = (play(load_env(path), ["hi", "ho"], prompt=prompt) for path in paths)
+    assert (served.error, served.status) == ("", "ok")
+    assert served.messages == local.messages and served.reward == local.reward
+    assert served.turns == local.turns
+    sizes = [[(image.width, image.height) for image in turn.images] for turn in served.turns]
+    assert sizes == [[(7, 3)], [(5, 4)]]
+    rows = (read_row(env.load_tasks("train")[0]) for env in map(load_env, paths))
+    assert next(rows) == next(rows)
 
 
 def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(service):

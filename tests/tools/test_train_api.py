@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import dataclasses
 import gc
 import importlib.util
+import io
 import json
 import os
 import pickle
@@ -19,9 +21,11 @@ import sys
 import pytest
 import torch
 from kit import DATA, DIGITS, ROOT, metrics, run, trajectories, weights
+from PIL import Image as pil
 
 from rl_core import Config, Environment, reward, train
 from rl_core.api.environment import as_rows
+from rl_core.api.ranks import write_rows
 from rl_core.api.train import errors_of_fields
 from rl_core.config import LoraConfig, OptimConfig
 from rl_core.metrics import Mean
@@ -217,6 +221,26 @@ def test_sft_rows_and_pairs_need_no_environment(algorithm, data, config_of):
     flags = {"algorithm": algorithm, "eval_every": 2, "max_tokens": 16}
     result = train(config_of("run", **flags), data=DATA[data][:4], eval_data=DATA[data][4:6])
     assert any(name.startswith("eval/") for name in result.metrics) and result.model.is_dir()
+
+
+def test_rows_hold_images_of_pillow(make_model, config_of, tmp_path):
+    picture = pil.new("RGB", (24, 16), (9, 0, 0))
+    asked = [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]
+    reply = {"role": "assistant", "content": "b"}
+    rows = [
+        {"messages": [{"role": "user", "content": asked}, reply]},
+        {"prompt": "a", "completion": "b", "image": picture},
+    ]
+    config = dataclasses.replace(config_of("run", algorithm="sft"), model=str(make_model("qwen2_5_vl")))
+    assert train(config, data=rows * 2).step == 2
+    # Rows for other processes.
+    kept = [json.loads(row) for row in write_rows(tmp_path / "rows.jsonl", rows).open()]
+    urls = [kept[0]["messages"][0]["content"][0]["image"], kept[1]["image"][0]]
+    for url in urls:
+        file = io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
+        assert pil.open(file).tobytes() == picture.tobytes()
+    with pytest.raises(ValueError, match="row 2 of env.train: column 'image': image 1: .*not an"):
+        write_rows(tmp_path / "env.train.jsonl", [rows[0], {"prompt": "a", "image": b"x"}])
 
 
 def test_mistakes_are_raised(config_of, monkeypatch, capsys):
@@ -480,4 +504,4 @@ def test_data_of_a_wrong_kind_gets_one_sentence_about_the_argument(config_of):
         train(config_of("a"), env=len, data=ROWS, eval_data=table.to_iterable_dataset())
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"^Config\(model=...\) is a Linear; give the folder"):
-        train(dataclasses.replace(config_of("a"), model=model), env=len, data=ROWS)
+        train(dataclasses.dataclasses.replace(config_of("a"), model=model), env=len, data=ROWS)
