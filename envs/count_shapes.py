@@ -38,8 +38,8 @@ def drawn(counts, draw):
     picture = Image.new("RGB", (NUM_CELLS * cell, NUM_CELLS * cell), "white")
     pen = ImageDraw.Draw(picture)
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
-    for kind, place in zip(kinds, draw.sample(range(NUM_CELLS**2), len(kinds)), strict=True):
-        left, top = place % NUM_CELLS * cell, place // NUM_CELLS * cell
+    for kind, number in zip(kinds, draw.sample(range(NUM_CELLS**2), len(kinds)), strict=True):
+        left, top = number % NUM_CELLS * cell, number // NUM_CELLS * cell
         box = (left + SIZE, top + SIZE, left + cell - 2 * SIZE, top + cell - 2 * SIZE)
         if kind == "circles":
             pen.ellipse(box, fill="red")

@@ -125,7 +125,7 @@ def file_bytes(name: str, folder: Path | None) -> bytes:
     if folder is None:
         raise ValueError(
             f"an image is the text {name[:80]!r}: paths are read in rows of a file alone, relative "
-            "to the file; give a data: URL, bytes or an image of PIL"
+            "to the file; give a data: URL, bytes, a pathlib.Path or an image of PIL"
         )
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):

@@ -113,10 +113,10 @@ def with_opening(
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`, with
     the images of its columns. Raises ValueError for two system messages that differ."""
     for column in IMAGE_COLUMNS:
-        urls = row.get(column)
+        urls = dict.get(row, column)  # No reading in the sense of ReadRow.
         # with_images() has read the column, unless it holds no images.
         if isinstance(urls, list) and urls and all(map(is_image_url, urls)):
-            messages = place_images(messages, urls)
+            messages = place_images(messages, row[column])
     media = [column for column in MEDIA_KEYS if column in row and column not in IMAGE_COLUMNS]
     has_mark = bool(media) and any(MEDIA.search(text_of(message)) for message in messages)
     for column in media:

@@ -14,9 +14,11 @@ from typing import cast
 from rl_core.config import Config
 from rl_core.data.chat import Chat, unmarked
 from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
+from rl_core.data.images import IMAGE_COLUMNS, with_images
 from rl_core.data.messages import text_of
 from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.rendering import PROBE
+from rl_core.data.row_forms import read_form
 from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tasks import (
     CONTEXT_COLUMNS,
@@ -26,7 +28,6 @@ from rl_core.data.tasks import (
     SYSTEM_COLUMNS,
     TaskSource,
     prompt_messages,
-    read_row,
     row_tools,
     row_variables,
 )
@@ -36,7 +37,7 @@ from rl_core.types import JSON, Message, Row
 
 NUM_ROWS = 200  # The first rows of a data set are looked at.
 # Columns of prompts; other columns that a row's samples are made of hold labels.
-OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, "context"}
+OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, "context"}
 INSTRUCTIONS = re.compile(
     "system|instruct|persona|context|guideline|passage|article|document|story|starter|"
     "^(options|choices)$|^op(tion_?)?[a-e]$",
@@ -125,8 +126,8 @@ def column_use(
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.
     marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
-        original, notes = source.rows[index], []
-        row = cast(ReadRow, read_row(ReadRow(original), notes, source.folder_of(index)))
+        original, notes = with_images(source.rows[index], source.folder_of(index)), []
+        row = cast(ReadRow, read_form(ReadRow(original), PROMPT_COLUMNS, notes))
         row = row if row.made else ReadRow(original)
         messages = read_messages(config, row, notes)
         filled |= {name: None for name, value in original.items() if is_filled(value)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from PIL import Image as pil
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import ActorConfig, Config
@@ -123,6 +124,21 @@ def test_columns_of_other_forms_are_those_of_the_file(name):
     use = column_use(Config(algorithm=algorithm, tasks_per_step=1), source_of([row]), None)
     columns = (sorted(use.prompt), sorted(use.label), use.unread)
     assert columns == tuple(map(str.split, expected))
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("column", ["image", "messages"])
+def test_images_of_a_row_belong_to_its_prompt(algorithm, column, env):
+    red = pil.new("RGB", (8, 8), "red")
+    row: dict = {"prompt": "2+2?", "image": red, "response": "It is 4."}
+    if column == "messages":
+        content = [{"type": "image", "image": red}, {"type": "text", "text": "2+2?"}]
+        row = {"messages": [{"role": "user", "content": content}, TALK[1]]}
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    use = column_use(config, source_of([row]), env if algorithm == "grpo" else None)
+    assert use.prompt == [name for name in row if name != "response"]
+    replies = ["messages"] if column == "messages" else ["response"]
+    assert use.label == (replies if algorithm == "sft" else [])
 
 
 @pytest.fixture

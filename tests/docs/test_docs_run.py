@@ -31,6 +31,7 @@ from pathlib import Path
 import kit
 import pytest
 from kit import LETTERS, PAIRS, ROOT, TALK, RanksProcess, wait_until
+from PIL import Image as pil
 from test_docs import PAGES, check_command, commands_in
 
 from rl_core.api import train
@@ -132,12 +133,14 @@ def test_every_block_runs_or_says_why_not():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
-def test_the_blocks_of_a_page_run(page, tiny_model, tmp_path, monkeypatch):
+def test_the_blocks_of_a_page_run(page, tiny_model, make_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     before = set(sys.modules)
     monkeypatch.setattr(train, "train", small(train.train))
     prepare(tmp_path, tiny_model)
+    if page == "docs/images.md":
+        show_pictures(tmp_path, make_model("qwen2_5_vl"))
     with judge() as address, Runner(tmp_path, page) as runner:
         make_runs(runner, "".join(code for _, _, code in BLOCKS[page]))
         texts = {"https://host/v1": address, "controller:50051": "127.0.0.1:50051"}
@@ -172,6 +175,14 @@ def prepare(folder: Path, model: Path) -> None:
         (folder / name).symlink_to(model)
     for name in ("envs", "scripts", "rl_core"):  # As in a clone.
         (folder / name).symlink_to(ROOT / name)
+
+
+def show_pictures(folder: Path, model: Path) -> None:
+    (folder / "pictures").mkdir()
+    for number in range(8):
+        colour = ("red", "green", "blue")[number % 3]
+        pil.new("RGB", (16, 16), colour).save(folder / f"pictures/{colour}_{number}.png")
+    (folder / "Qwen/Qwen2.5-VL-3B-Instruct").symlink_to(model)
 
 
 def make_runs(runner: Runner, code: str) -> None:
