@@ -46,7 +46,12 @@ UNREACHED = (DaytonaConnectionError, DaytonaTimeoutError, aiohttp.ClientError, O
 
 
 class DaytonaDriver:
-    errors = (DaytonaError, aiohttp.ClientError, OSError, asyncio.TimeoutError)
+    errors: tuple[type[Exception], ...] = (
+        DaytonaError,
+        aiohttp.ClientError,
+        OSError,
+        asyncio.TimeoutError,
+    )
     has_stdin = True
     shares_processes = True
 

@@ -59,7 +59,7 @@ STATUSES: tuple[tuple[type[Exception], int], ...] = (
 
 
 class E2BDriver:
-    errors = (
+    errors: tuple[type[Exception], ...] = (
         SandboxException,
         AuthenticationException,
         ServiceBusyException,

@@ -50,7 +50,7 @@ STATUSES: tuple[tuple[type[Exception], int], ...] = (
 
 
 class ModalDriver:
-    errors = (Error, OSError)
+    errors: tuple[type[Exception], ...] = (Error, OSError)
     has_stdin = True
     shares_processes = False
 

@@ -752,7 +752,15 @@ READY = '[steps.healthcheck]\ncommand = "test -s done"\ninterval_sec = 0\nretrie
     "strategy, first, second, commands, parts, metrics, says",
     [
         ("", "", "", ["echo 4 1 > done", "echo 3 2 > done"], 5.0, {"style": 1.5, "steps": 2.0}, 2),
-        ("final", "", READY, ["echo 4 1 > done", "true"], 8.0, {"style": 1.0, "steps": 2.0}, 2),
+        (
+            "final",
+            "min_reward = 4",
+            READY,
+            ["echo 4 1 > done", "true"],
+            8.0,
+            {"style": 1.0, "steps": 2.0},
+            2,
+        ),
         ("mean", "min_reward = 4", "", ["echo 3 1 > done"], 3.0, {"style": 1.0, "steps": 1.0}, 1),
         (
             "final",

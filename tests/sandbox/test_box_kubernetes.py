@@ -182,7 +182,8 @@ def test_a_run_has_at_most_max_boxes(server):
     async def work():
         return await asyncio.gather(*(run_one() for _ in range(5)))
 
-    assert [done.code for done in asyncio.run(work())] == [0] * 5
+    done = asyncio.run(asyncio.wait_for(work(), 60))
+    assert [each.code for each in done] == [0] * 5
     assert server.most == 2 and not server.pods
 
 
