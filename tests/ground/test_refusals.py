@@ -402,6 +402,11 @@ FLAGS = [
     (MODEL, "--optim.name sdg", "--optim.name=sdg is unknown; did you mean 'sgd'?"),
     (MODEL, "--engine_tp 2 --engine embedded", "--engine_tp=2 needs --engine sglang"),
     (MODEL, "--engine vllm --engine_args=--seed=3", "--seed of vLLM's server; give --seed"),
+    (
+        MODEL,
+        "--engine vllm --engine_args=--hf_overrides.head_dtype=float16",
+        "--hf-overrides of vLLM's server; leave it out",
+    ),
     (MODEL, "--engine vllm --weight_sync broadcast", "take device or files"),
     (MODEL, "--engine vllm --deterministic true", "needs --engine embedded"),
     # preferences and SFT
