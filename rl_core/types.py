@@ -117,7 +117,7 @@ class Turn:
     # Key of the environment's state when the turn began. Turns with the same key share a baseline;
     # "" shares none.
     state_key: str = ""
-    # Of new_ids, in their order. On disk the messages have them.
+    # Images in new_ids, in their order. On disk the messages have them.
     images: tuple[InputImage, ...] = field(default=(), repr=False)
 
     def __deepcopy__(self, memo: dict) -> Turn:

@@ -28,7 +28,7 @@ from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-# Libraries, and what they import, choose their parts by sys.platform when they are imported.
+# Libraries, and their imports, choose their parts by sys.platform when they are imported.
 import psutil  # noqa: F401
 import torch.distributed.checkpoint  # noqa: F401
 import transformers  # noqa: F401
@@ -178,7 +178,8 @@ def run_quickstart(folder: Path) -> None:
 
 
 def use_guards() -> None:
-    """Calls what a short run on one rank does not: each does less here than on Linux."""
+    """Calls functions that a short run on one rank does not call. Each does less than on
+    Linux."""
     from rl_core.run.process.signals import has_lost_a_neighbour
     from rl_core.run.process.torchrun_exit import end_with_launcher
     from rl_core.sandbox.engines import owner
@@ -197,7 +198,7 @@ def use_guards() -> None:
 
 
 def refusals() -> dict[str, str]:
-    """What was tried -> the error."""
+    """Attempt -> the error."""
     from rl_core.sandbox import Sandbox, boxes
     from rl_core.train import run_command
 

@@ -84,7 +84,7 @@ OF_INFERENCE = [
     ),
 ]
 
-# What torch, or a library, lacks on an Apple GPU. c: as above.
+# Flags for which torch, or a library, lacks operators on an Apple GPU. c: as above.
 OF_MPS = [
     (
         lambda c: c.engine not in ("auto", "embedded") or any(a.servers for a in c.actors.values()),

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from math import isqrt
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_core.data.images import decoded_image, image_in_bytes, png_of
-from rl_core.data.pretrained import load_pretrained
+from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.types import InputImage
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PIXEL_CACHE_BYTES = 1 << 30
+# transformers' image processor, whose attributes depend on the family.
+Processor: TypeAlias = Any
 
 
 class ImageFamily:
@@ -33,7 +35,7 @@ class ImageFamily:
 
     arguments: tuple[str, ...] = ("pixel_values", "image_grid_thw")  # Of the model's forward.
 
-    def __init__(self, config: PretrainedConfig, processor: Any, path: str):
+    def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         """`processor`: transformers' image processor of the model at `path`."""
         self.config, self.processor, self.path = config, processor, path
         self.token_id: int = config.image_token_id
@@ -66,7 +68,7 @@ class ImageFamily:
         return [-image.key if token_id == self.token_id else token_id for token_id in ids]
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         from transformers import AutoTokenizer
 
         return load_pretrained(AutoTokenizer, self.path)
@@ -130,7 +132,7 @@ class Mistral3(ImageFamily):
 
     arguments = ("pixel_values", "image_sizes")
 
-    def __init__(self, config: PretrainedConfig, processor: Any, path: str):
+    def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         super().__init__(config, processor, path)
         self.edge = config.vision_config.patch_size * config.spatial_merge_size
         processor.patch_size = {"height": self.edge, "width": self.edge}
@@ -178,7 +180,7 @@ class InternVL(ImageFamily):
 
     arguments = ("pixel_values",)
 
-    def __init__(self, config: PretrainedConfig, processor: Any, path: str):
+    def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         super().__init__(config, processor, path)
         processor.crop_to_patches = True  # As transformers' processor of the family does.
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from rl_core.types import JSON, InputImage, JSONObject, Message, Row
 
 if TYPE_CHECKING:
-    from PIL import Image as pil
+    from PIL import Image
 
 KEPT_FORMATS = {"PNG": "png", "JPEG": "jpeg", "WEBP": "webp"}
 READ_FORMATS = (*KEPT_FORMATS, "GIF", "BMP", "TIFF")
@@ -177,17 +177,16 @@ def image_in_bytes(data: bytes) -> InputImage:
     return InputImage(key=key_of(url), url=url, width=width, height=height)
 
 
-def opened(data: bytes) -> pil.Image:
+def opened(data: bytes) -> Image.Image:
     """The image with its header read. Raises ValueError if its header is not one, or exceeds the
     limits."""
-    from PIL import Image as pil
-    from PIL import UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pil.DecompressionBombWarning)
-            picture = pil.open(io.BytesIO(data), formats=READ_FORMATS)
-    except pil.DecompressionBombError:
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            picture = Image.open(io.BytesIO(data), formats=READ_FORMATS)
+    except Image.DecompressionBombError:
         raise ValueError(f"an image has more than {MAX_PIXELS:,} pixels; {SMALLER}") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, OverflowError):
         start = data[:200].lstrip().lower()
@@ -213,16 +212,15 @@ def opened(data: bytes) -> pil.Image:
 SMALLER = "store a smaller one"
 
 
-def as_png(picture: pil.Image) -> tuple[bytes, tuple[int, int]]:
+def as_png(picture: Image.Image) -> tuple[bytes, tuple[int, int]]:
     """(PNG in RGB, size) after EXIF rotation, as transformers.image_utils.load_image() converts
     an image; but 16 bits are scaled, which Pillow would clip to white."""
-    from PIL import Image as pil
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     if picture.mode.startswith("I"):
         import numpy as np
 
-        picture = pil.fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
+        picture = Image.fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
     picture = ImageOps.exif_transpose(picture).convert("RGB")
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", compress_level=1)
@@ -231,7 +229,7 @@ def as_png(picture: pil.Image) -> tuple[bytes, tuple[int, int]]:
 
 def png_of(value: object) -> bytes:
     """The PNG of an image of PIL, or of an array [H, W], [H, W, 3] of bytes."""
-    from PIL import Image as pil
+    from PIL import Image
 
     if type(value).__module__.startswith("numpy"):
         import numpy as np
@@ -243,13 +241,13 @@ def png_of(value: object) -> bytes:
                 f"an image is an array {list(array.shape)} of {array.dtype}; it must be [H, W, 3] "
                 "or [H, W] of uint8"
             )
-        value = pil.fromarray(array)
-    if not isinstance(value, pil.Image):
+        value = Image.fromarray(array)
+    if not isinstance(value, Image.Image):
         raise ValueError(f"an image is of type {type(value).__name__}; {FIX}")
     return as_png(value)[0]
 
 
-def decoded_image(image: InputImage) -> pil.Image:
+def decoded_image(image: InputImage) -> Image.Image:
     """The pixels of an image, in RGB."""
     return opened(base64.b64decode(image.url.partition(",")[2])).convert("RGB")
 

@@ -178,7 +178,8 @@ def undecoded(rows: HubTable) -> HubTable:
             return True
         inner = list(feature.values()) if isinstance(feature, dict) else feature
         inner = inner if isinstance(inner, list) else [getattr(inner, "feature", None)]
-        return any([undecode(each) for each in inner if each is not None])
+        changed = [undecode(each) for each in inner if each is not None]
+        return any(changed)
 
     for name, feature in (getattr(rows, "features", None) or {}).items():
         changed = copy.deepcopy(feature)

@@ -7,9 +7,9 @@ T tokens of a packed batch, N rows of L tokens.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -123,9 +123,8 @@ class Vision:
         grids = self.family.rope_arguments(self.family.cache.each(images))
         is_image = pad(is_image, (0, 1))
         ids = torch.where(is_image > 0, self.family.token_id, self.family.stand_in)
-        positions, _ = cast(Any, self.model).get_rope_index(
-            ids[None], mm_token_type_ids=is_image[None], **grids
-        )
+        rope_index = cast(Callable[..., tuple[Tensor, Tensor]], self.model.get_rope_index)
+        positions, _ = rope_index(ids[None], mm_token_type_ids=is_image[None], **grids)
         return positions[:, 0]
 
     def packed(self, batch: PackedBatch, runs_tower: bool) -> VisionInputs:

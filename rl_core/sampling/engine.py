@@ -89,8 +89,8 @@ class Engine:
         """One completion. `session` names a conversation whose next prompt extends this one.
         `adapter` names a LoRA adapter, whose version the completion gets. `begun`, a completion
         with the first tokens or none, is continued in place. `images`: of the prompt's negative
-        ids, if the engine `sees`; a caller without images leaves it out. Raises ValueError for an impossible
-        request, and EngineDied."""
+        ids, if the engine `sees`; a caller without images leaves it out. Raises ValueError for an
+        impossible request, and EngineDied."""
         raise NotImplementedError
 
     def end_session(self, session: str) -> None:

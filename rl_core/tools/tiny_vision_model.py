@@ -6,7 +6,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from rl_core.types import JSONObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 # An image of a user or a tool is a placeholder between two tokens, as Qwen's templates write it.
@@ -57,10 +62,10 @@ GLM_EXPERTS = {"n_routed_experts": 4, "first_k_dense_replace": 1}
 class VisionModel:
     """Differences of a family from Qwen-VL."""
 
-    tower: dict[str, Any] = field(default_factory=dict)
-    text: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    preprocessor: dict[str, Any] = field(default_factory=dict)
+    tower: JSONObject = field(default_factory=dict)
+    text: JSONObject = field(default_factory=dict)
+    config: JSONObject = field(default_factory=dict)
+    preprocessor: JSONObject = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
     has_axes: bool = True  # Positions have three axes.
 
@@ -140,7 +145,7 @@ VISION_MODELS: dict[str, VisionModel] = {
 }
 
 
-def vision_config(arch: str, text: dict[str, Any], tokenizer) -> Any:
+def vision_config(arch: str, text: JSONObject, tokenizer) -> PretrainedConfig:
     """The configuration of a model of `arch` whose language model has the settings `text`."""
     from transformers import AutoConfig
 

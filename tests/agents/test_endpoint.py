@@ -29,7 +29,7 @@ from anthropic.types.beta.message_create_params import (
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
-from PIL import Image as pil
+from PIL import Image
 
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
@@ -1180,7 +1180,7 @@ async def test_what_cannot_be_had_is_refused_in_the_dialects_words():
 def picture(number: int) -> str:
     """A PNG of one colour, as base64."""
     buffer = io.BytesIO()
-    pil.new("RGB", (3 + number, 4), (9, 9, number)).save(buffer, "PNG")
+    Image.new("RGB", (3 + number, 4), (9, 9, number)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 

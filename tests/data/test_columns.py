@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from PIL import Image as pil
+from PIL import Image
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import ActorConfig, Config
@@ -129,7 +129,7 @@ def test_columns_of_other_forms_are_those_of_the_file(name):
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 @pytest.mark.parametrize("column", ["image", "messages"])
 def test_images_of_a_row_belong_to_its_prompt(algorithm, column, env):
-    red = pil.new("RGB", (8, 8), "red")
+    red = Image.new("RGB", (8, 8), "red")
     row: dict = {"prompt": "2+2?", "image": red, "response": "It is 4."}
     if column == "messages":
         content = [{"type": "image", "image": red}, {"type": "text", "text": "2+2?"}]

@@ -12,8 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from PIL import Image as pil
-from PIL import PngImagePlugin
+from PIL import Image, PngImagePlugin
 
 from rl_core.data.image_families import PixelCache, load_family
 from rl_core.data.images import decoded_image, image_of, images_of, read_image
@@ -26,13 +25,13 @@ COLOURS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [1, 2, 
 RED = COLOURS.astype(np.uint8)  # [2, 3, 3]: two rows of three pixels.
 
 
-def file_of(picture: pil.Image, kind: str = "PNG", **options) -> bytes:
+def file_of(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
     buffer = io.BytesIO()
     picture.save(buffer, kind, **options)
     return buffer.getvalue()
 
 
-PNG = file_of(pil.fromarray(RED))
+PNG = file_of(Image.fromarray(RED))
 URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
 
 
@@ -47,7 +46,7 @@ PARTS = {
     "transformers' URL": {"type": "image", "url": URL},
     "transformers' base64": {"type": "image", "base64": URL.partition(",")[2]},
     "bytes": {"type": "image", "image": PNG},
-    "Pillow": {"type": "image", "image": pil.fromarray(RED)},
+    "Pillow": {"type": "image", "image": Image.fromarray(RED)},
     "numpy": {"type": "image", "image": RED},
     "Anthropic": {
         "type": "image",
@@ -123,7 +122,7 @@ def shown(messages: list[dict]) -> list[str]:
 def folder(tmp_path) -> Path:
     (tmp_path / "set/x").mkdir(parents=True)
     (tmp_path / "set/x/a.png").write_bytes(PNG)
-    (tmp_path / "set/b.jpg").write_bytes(file_of(pil.fromarray(RED), "JPEG"))
+    (tmp_path / "set/b.jpg").write_bytes(file_of(Image.fromarray(RED), "JPEG"))
     (tmp_path / "outside.png").write_bytes(PNG)
     return tmp_path / "set"
 
@@ -164,24 +163,24 @@ def png_of_size(width: int, height: int) -> bytes:
 
 
 def animation() -> bytes:
-    frames = [pil.fromarray(np.full((2, 2, 3), n, np.uint8)) for n in (0, 99)]
+    frames = [Image.fromarray(np.full((2, 2, 3), n, np.uint8)) for n in (0, 99)]
     return file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
 
 
 def text_bomb() -> bytes:
     about = PngImagePlugin.PngInfo()
     about.add_itxt("bomb", " " * (80 << 20), zip=True)
-    return file_of(pil.fromarray(RED), pnginfo=about)
+    return file_of(Image.fromarray(RED), pnginfo=about)
 
 
 HOSTILE = {
     "20,000 x 20,000": (png_of_size(20_000, 20_000), "more than 64,000,000 pixels; store a sm"),
     "9,000 x 9,000": (png_of_size(9_000, 9_000), "has 9000 x 9000 pixels, the limit is 64,0"),
-    "a line": (file_of(pil.new("RGB", (999, 2))), "999 x 2 pixels, one side over 200 times"),
+    "a line": (file_of(Image.new("RGB", (999, 2))), "999 x 2 pixels, one side over 200 times"),
     "SVG": (b"<?xml version='1.0'?><svg xmlns=''/>", "is an SVG, which has no pixels; give a PNG"),
     "animated": (animation(), "an image has 2 frames; store one of them as a PNG"),
     "truncated PNG": (PNG[:-30], "damaged or cut short"),
-    "truncated JPEG": (file_of(pil.fromarray(np.zeros((99, 99, 3), np.uint8)), "JPEG")[:-40], "d"
+    "truncated JPEG": (file_of(Image.fromarray(np.zeros((99, 99, 3), np.uint8)), "JPEG")[:-40], "d"
                        "amaged or cut short"),
     "text chunk of 80 MB": (text_bomb(), "is not an image|damaged"),
     "text": (b"hello", "a file of 5 bytes that begins with b'hello' is not an image; give"),
@@ -225,28 +224,28 @@ def test_a_path_that_a_row_may_not_name_is_refused(name, error, folder):
 @pytest.mark.parametrize("item", [PARTS["OpenAI"] | {"image_url": {"url": "b.jpg"}},
                                   {"type": "image", "path": "/etc/passwd"}])  # fmt: skip
 def test_messages_of_programs_name_no_files(item):
-    with pytest.raises(ValueError, match="message 1: .*paths are read in rows of a file alone"):
+    with pytest.raises(ValueError, match=r"message 1: .*paths are read in rows of a file alone"):
         canonical_messages([{"role": "user", "content": [item]}])
 
 
-def exif(number: int) -> pil.Exif:
-    tags = pil.Exif()
+def exif(number: int) -> Image.Exif:
+    tags = Image.Exif()
     tags[0x0112] = number
     return tags
 
 
 GREY_16 = (np.arange(6).reshape(2, 3) * 9000).astype(np.uint16)
 CONVERTED = {
-    "EXIF rotation": (file_of(pil.fromarray(RED), exif=exif(6)), np.rot90(RED, -1)),
+    "EXIF rotation": (file_of(Image.fromarray(RED), exif=exif(6)), np.rot90(RED, -1)),
     "16 bit": (
-        file_of(pil.fromarray(GREY_16)),
+        file_of(Image.fromarray(GREY_16)),
         np.repeat((GREY_16 >> 8)[..., None], 3, -1),
     ),
-    "palette": (file_of(pil.fromarray(RED).convert("P", palette=1)), None),
-    "alpha": (file_of(pil.fromarray(np.dstack([RED, RED[..., 0]]))), RED),
-    "CMYK": (file_of(pil.new("CMYK", (3, 2)), "JPEG"), np.full((2, 3, 3), 255)),
-    "BMP": (file_of(pil.fromarray(RED), "BMP"), RED),
-    "1 bit": (file_of(pil.fromarray(RED[..., 0] > 99)), np.repeat(RED[..., :1] // 255 * 255, 3, -1)),
+    "palette": (file_of(Image.fromarray(RED).convert("P", palette=1)), None),
+    "alpha": (file_of(Image.fromarray(np.dstack([RED, RED[..., 0]]))), RED),
+    "CMYK": (file_of(Image.new("CMYK", (3, 2)), "JPEG"), np.full((2, 3, 3), 255)),
+    "BMP": (file_of(Image.fromarray(RED), "BMP"), RED),
+    "1 bit": (file_of(Image.fromarray(RED[..., 0] > 99)), np.repeat(RED[..., :1] // 255 * 255, 3, -1)),
 }  # fmt: skip
 
 
@@ -256,7 +255,7 @@ def test_other_forms_become_rgb_as_transformers_reads_them(data, wanted):
         {"type": "image", "image": data}]}]))  # fmt: skip
     assert image.url.startswith("data:image/png;")
     if wanted is None:
-        wanted = np.asarray(pil.open(io.BytesIO(data)).convert("RGB"))
+        wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     assert np.array_equal(np.asarray(decoded_image(image)), wanted)
     assert (image.height, image.width) == wanted.shape[:2]
 

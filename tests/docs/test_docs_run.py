@@ -31,7 +31,7 @@ from pathlib import Path
 import kit
 import pytest
 from kit import LETTERS, PAIRS, ROOT, TALK, RanksProcess, wait_until
-from PIL import Image as pil
+from PIL import Image
 from test_docs import PAGES, check_command, commands_in
 
 from rl_core.api import train
@@ -181,7 +181,7 @@ def show_pictures(folder: Path, model: Path) -> None:
     (folder / "pictures").mkdir()
     for number in range(8):
         colour = ("red", "green", "blue")[number % 3]
-        pil.new("RGB", (16, 16), colour).save(folder / f"pictures/{colour}_{number}.png")
+        Image.new("RGB", (16, 16), colour).save(folder / f"pictures/{colour}_{number}.png")
     (folder / "Qwen/Qwen2.5-VL-3B-Instruct").symlink_to(model)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kit import STOP, embedded, metrics, run
 from oracle import chosen, frozen, inputs
-from PIL import Image as pil
+from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
@@ -96,7 +96,7 @@ def test_tokens_and_positions_are_those_of_transformers_processor(path):
     vars(theirs).update(settings, image_token="<|image_pad|>", image_processor=processor)
     shapes = [(16, 24), (7, 9), (100, 40), (1000, 1200), (9, 500)]
     pictures = [noise(n, *shape) for n, shape in enumerate(shapes)]
-    seen = processor([pil.fromarray(picture) for picture in pictures], return_tensors="pt")
+    seen = processor([Image.fromarray(picture) for picture in pictures], return_tensors="pt")
     for number, picture in enumerate(pictures):
         image = read_image(picture)
         text = theirs.replace_image_token(seen, number)
@@ -181,7 +181,7 @@ def test_a_sampled_placeholder_is_read_as_another_token_by_all(make_model):
     assert vision.images_in(ids, {image.key: image}) == [image]
 
 
-@pytest.mark.parametrize("path", ("qwen2_5_vl", "qwen3_vl", "mistral3"), indirect=True)
+@pytest.mark.parametrize("path", ["qwen2_5_vl", "qwen3_vl", "mistral3"], indirect=True)
 def test_a_request_continues_after_a_pause_and_new_weights(path):
     chat = load_chat(path)
     model = AutoModelForImageTextToText.from_pretrained(path)
@@ -231,7 +231,7 @@ def folder(tmp_path):
     """Rows with one and two images, and without, and an environment that shows more."""
     rows = []
     for number in range(4):
-        pil.fromarray(noise(number)).save(tmp_path / f"{number}.png")
+        Image.fromarray(noise(number)).save(tmp_path / f"{number}.png")
         images = [f"{number}.png"] * (number % 3)
         rows.append({"prompt": f"{number}?", "images": images, "answer": "1"})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -254,7 +254,7 @@ def rollouts_hold_each_image_once(out, capsys) -> None:
     assert len(names) == 4 < len(images)
     assert {f"images/{file.name}" for file in (out / "rollouts/images").iterdir()} == names
     for name in names:
-        assert pil.open(out / "rollouts" / name).size == (24, 16)
+        assert Image.open(out / "rollouts" / name).size == (24, 16)
     assert "data:image" not in (out / "rollouts/step_000001.jsonl.zst").read_bytes().decode(
         "latin-1"
     )

@@ -26,7 +26,7 @@ class Say(Action):
 
 
 class Said(Observation):
-    said: str
+    letter: str
 
 
 class Letters(Environment):
@@ -37,7 +37,7 @@ class Letters(Environment):
 
     def reset(self, seed=None, episode_id=None, split=None, index=0, **kwargs):
         self.letter, self.steps = string.ascii_lowercase[(seed or index) % 26], 0
-        return Said(said=self.letter)
+        return Said(letter=self.letter)
 
     def step(self, action, timeout_s=None, **kwargs):
         text = action.message
@@ -47,7 +47,7 @@ class Letters(Environment):
         if text == "broken":
             return Said()  # its observation lacks a field
         reward = None if text == "unpaid" else float(text.count(self.letter))
-        return Said(said=self.letter, reward=reward, done=text == "unpaid" or self.steps == 3)
+        return Said(letter=self.letter, reward=reward, done=text == "unpaid" or self.steps == 3)
 
     @property
     def state(self):

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import stage
 from kit import ROOT, metrics, run
-from PIL import Image as pil
+from PIL import Image
 
 from rl_core.data.images import with_images
 from rl_core.engines.scripted import ScriptedActor, plain_chat
@@ -119,7 +119,7 @@ ASKED = "Find x."
 def png(size: int) -> dict:
     """A cell of a column datasets.Image."""
     buffer = io.BytesIO()
-    pil.new("RGB", (size, 32), "white").save(buffer, "PNG")
+    Image.new("RGB", (size, 32), "white").save(buffer, "PNG")
     return {"bytes": buffer.getvalue(), "path": None}
 
 

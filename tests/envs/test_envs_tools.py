@@ -792,7 +792,7 @@ TOOLS = {"price": {"item": {"type": "string"}}, "answer": {"price": {"type": "in
 
 
 def refused(*errors):
-    """The answer to no action: fields -> what is wrong with each."""
+    """The answer to no action. errors: (field, its fault)."""
     errors = [{"loc": [field], "msg": why} for field, why in errors]
     return {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
 
@@ -869,7 +869,7 @@ class OpenEnvServer:
         if kind == "reset":
             number = data.get("seed") or data.get("index") or 0
             game |= {"letter": string.ascii_lowercase[number % 26], "steps": 0}
-            return observed({"said": game["letter"]})
+            return observed({"letter": game["letter"]})
         if kind == "state":
             return {"episode_id": "x", "step_count": game["steps"]}
         text = data.get("message") if kind == "step" else None
@@ -882,10 +882,10 @@ class OpenEnvServer:
         if text == "raise":
             return {"message": "no fuel", "code": "EXECUTION_ERROR"}
         if text == "broken":
-            return refused(("said", "Field required"))
+            return refused(("letter", "Field required"))
         game["steps"] += 1
         reward = None if text == "unpaid" else float(text.count(game["letter"]))
-        return observed({"said": game["letter"]}, reward, text == "unpaid" or game["steps"] == 3)
+        return observed({"letter": game["letter"]}, reward, text == "unpaid" or game["steps"] == 3)
 
     async def call(self, game, kind, data):
         if kind == "reset":
@@ -1085,7 +1085,7 @@ def test_an_openenv_server_that_raises_is_the_cause(openenv):
     env, _ = openenv()
     for text, cause in (
         ("raise", "failed at 'step': no fuel (EXECUTION_ERROR)"),
-        ("broken", "failed at 'step': said: Field required"),
+        ("broken", "failed at 'step': letter: Field required"),
         ("unpaid", "ended the episode and gave no reward"),
     ):
         assert cause in stage.error_of(env, text, row=row)
@@ -1250,7 +1250,7 @@ def test_the_table_of_environments_names_every_file():
     rows = re.findall(r"^\| \[`(\w+\.py)`\]\(\.\./envs/\1\) \|(.*)\|$", text, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(file.name for file in ENVS.glob("*.py"))
     for name, cells in rows:
-        assert cells.count("|") == 3, name
+        assert cells.count("|") == 2, name
         needs = {"bm25s", "chess", "mcp", "gymnasium"} & set(
             re.findall(r"(?:import|from) (\w+)", (ENVS / name).read_text())
         )

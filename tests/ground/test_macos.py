@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What was tried -> pieces of the error.
+# Attempt -> pieces of the error.
 REFUSED = {
     "sandbox": ("this machine runs darwin; train on Linux, or in a Linux container",),
     "box": ("no sandbox: ", "bubblewrap needs Linux", "docker is not installed"),

@@ -99,9 +99,7 @@ with locked(Path(sys.argv[1])):
         kill_session(process)
 
 
-def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(
-    flags, tmp_path, monkeypatch, capsys
-):
+def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(flags, tmp_path, monkeypatch, capsys):
     # The error is also printed if torchrun's folder is gone.
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/attempt_0/0/error.json"))
     (tmp_path / "file").write_text("")

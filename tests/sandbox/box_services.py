@@ -219,8 +219,8 @@ class E2B(Service):
 
     async def write(self, request):
         machine, path = self.machine(request), request.query["path"]
-        part = await (await request.multipart()).next()
-        await machine.write(path, await part.read())
+        field = await (await request.multipart()).next()
+        await machine.write(path, await field.read())
         return web.json_response([{"path": path, "name": "f", "type": "file"}])
 
     async def exec(self, request):
@@ -398,11 +398,11 @@ class Daytona(Service):
 
     async def write(self, request):
         machine = self.named(request)[1]
-        async for part in await request.multipart():
-            if part.name.endswith(".path"):
-                path = await part.text()
+        async for field in await request.multipart():
+            if field.name.endswith(".path"):
+                path = await field.text()
             else:
-                await machine.write(path, await part.read())
+                await machine.write(path, await field.read())
         return web.Response()
 
     async def read(self, request):
@@ -420,10 +420,10 @@ async def pump_lines(stream, socket, lock, mark):
     line = bytearray()
     while True:
         data = await stream.read(1 << 15)
-        whole, newline, rest = data.rpartition(b"\n")
+        ended, newline, rest = data.rpartition(b"\n")
         if newline or (line and not data):
-            line += whole
-            text = b"".join(mark + part + b"\n" for part in line.split(b"\n"))
+            line += ended
+            text = b"".join(mark + piece + b"\n" for piece in line.split(b"\n"))
             async with lock:
                 for start in range(0, len(text), 1 << 15):
                     await socket.send_bytes(text[start : start + (1 << 15)])

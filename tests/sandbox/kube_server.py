@@ -230,7 +230,8 @@ async def pump(socket: web.WebSocketResponse, channel: int, stream: asyncio.Stre
 
 
 async def feed(socket: web.WebSocketResponse, process: asyncio.subprocess.Process) -> None:
-    """When the client is gone, the process gets the end of its stdin, and is not killed."""
+    """Sends the client's bytes to the process, whose stdin ends with the connection. The process
+    is not killed."""
     async for message in socket:
         if message.type == WSMsgType.BINARY and process.stdin and message.data[0] == 0:
             try:

@@ -1,4 +1,4 @@
-"""Boxes as pods: what a cluster refuses, cuts, evicts and forgets. tests/sandbox/kube_server.py"""
+"""Boxes as pods, in a cluster that refuses, cuts, evicts and forgets. tests/sandbox/kube_server.py"""
 
 import ast
 import asyncio
@@ -370,7 +370,7 @@ def test_programs_for_boxes_are_python_3_8(module):
 
 @pytest.fixture
 def echo(tmp_path):
-    """Binds with a socket that sends back what it gets, and floods a client that sends "!"."""
+    """Binds with a socket that sends all bytes back, and floods a client that sends "!"."""
     folder = tmp_path / "shown"
     folder.mkdir()
     loop = asyncio.new_event_loop()
@@ -448,12 +448,12 @@ def test_an_image_without_a_working_python_is_an_error(server, echo, tmp_path, t
     python = tmp_path / "python3"
     python.write_text(f"#!/bin/sh\n{text}\n")
     python.chmod(0o755)
-    said = "no such module|unexpected output b'hello there"
+    errors = "no such module|unexpected output b'hello there"
 
     async def work():
         async with await boxes.open({}, binds=echo) as box:
             await box.put("/tmp/bin/python3", python)
-            with pytest.raises(OSError, match=f"endpoint, which needs python3 .*: ({said})"):
+            with pytest.raises(OSError, match=f"endpoint, which needs python3 .*: ({errors})"):
                 await box.exec("true")
 
     asyncio.run(work())

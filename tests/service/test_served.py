@@ -395,7 +395,7 @@ def play(
     size: int = 1,
     task_id: str = "train/3",
     actors=None,
-    prompt="hi",
+    content="hi",
     **row,
 ) -> list:
     """A group of episodes with these replies, one a turn."""
@@ -408,7 +408,7 @@ def play(
             id=task_id,
             env=env.name,
             row={"answer": "3"} | row,
-            messages=[{"role": "user", "content": prompt}],
+            messages=[{"role": "user", "content": content}],
         )
         options = {"size": size, "params": SamplingParams(max_tokens=100), "seed": 0}
         group = Group(task=task, batch="t", number=0, **options)
@@ -491,7 +491,7 @@ ALIKE = dict.fromkeys(
     ],
     "--num_tasks 3",
 )
-ALIKE |= dict.fromkeys(["harbor"], "--num_tasks 2")
+ALIKE |= dict.fromkeys(["harbor", "count_shapes", "drawn_maze"], "--num_tasks 2")
 ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
 ALIKE |= dict.fromkeys(["code", "code_contest", "gym_text"], "--num_tasks 1")
 ALIKE |= {
@@ -600,7 +600,7 @@ def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
     picture = read_image(np.full((3, 7, 3), 9, np.uint8))
     prompt = [{"type": "image", "image": picture.url}, {"type": "text", "text": "a"}]
     paths = [service.url("sight"), str(files / "sight.py")]
-    [served], [local] = (play(load_env(path), ["hi", "ho"], prompt=prompt) for path in paths)
+    [served], [local] = (play(load_env(path), ["hi", "ho"], content=prompt) for path in paths)
     assert (served.error, served.status) == ("", "ok")
     assert served.messages == local.messages and served.reward == local.reward
     assert served.turns == local.turns
@@ -622,8 +622,8 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
     [
         (
             "grpc://{0}/nobody",
-            "unknown environment 'nobody'; known: agent, asking, count, hinted, scored, stateful, "
-            "talk",
+            "unknown environment 'nobody'; known: agent, asking, count, hinted, scored, sight, "
+            "stateful, talk",
         ),
         (
             "grpc://{0}/count?on_loss=replay",

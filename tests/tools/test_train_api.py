@@ -21,7 +21,7 @@ import sys
 import pytest
 import torch
 from kit import DATA, DIGITS, ROOT, metrics, run, trajectories, weights
-from PIL import Image as pil
+from PIL import Image
 
 from rl_core import Config, Environment, reward, train
 from rl_core.api.environment import as_rows
@@ -224,22 +224,24 @@ def test_sft_rows_and_pairs_need_no_environment(algorithm, data, config_of):
 
 
 def test_rows_hold_images_of_pillow(make_model, config_of, tmp_path):
-    picture = pil.new("RGB", (24, 16), (9, 0, 0))
+    picture = Image.new("RGB", (24, 16), (9, 0, 0))
     asked = [{"type": "image", "image": picture}, {"type": "text", "text": "a"}]
     reply = {"role": "assistant", "content": "b"}
     rows = [
         {"messages": [{"role": "user", "content": asked}, reply]},
         {"prompt": "a", "completion": "b", "image": picture},
     ]
-    config = dataclasses.replace(config_of("run", algorithm="sft"), model=str(make_model("qwen2_5_vl")))
+    config = dataclasses.replace(
+        config_of("run", algorithm="sft"), model=str(make_model("qwen2_5_vl"))
+    )
     assert train(config, data=rows * 2).step == 2
     # Rows for other processes.
     kept = [json.loads(row) for row in write_rows(tmp_path / "rows.jsonl", rows).open()]
     urls = [kept[0]["messages"][0]["content"][0]["image"], kept[1]["image"][0]]
     for url in urls:
         file = io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
-        assert pil.open(file).tobytes() == picture.tobytes()
-    with pytest.raises(ValueError, match="row 2 of env.train: column 'image': image 1: .*not an"):
+        assert Image.open(file).tobytes() == picture.tobytes()
+    with pytest.raises(ValueError, match=r"row 2 of env.train: column 'image': image 1: .*not an"):
         write_rows(tmp_path / "env.train.jsonl", [rows[0], {"prompt": "a", "image": b"x"}])
 
 

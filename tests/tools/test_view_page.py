@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from kit import LETTERS, run_ranks, wait_until, words
-from PIL import Image as pil
+from PIL import Image
 from view_parts import (
     CHROMIUM,
     HOSTILE,
@@ -455,7 +455,7 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
 
 def png_of(picture) -> str:
     buffer = io.BytesIO()
-    pil.fromarray(picture).save(buffer, "PNG")
+    Image.fromarray(picture).save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -489,7 +489,9 @@ def test_images_of_a_run_are_thumbnails_and_nothing_else_is_an_image(
         page.wait_for_selector("#reader .says img")
         page.locator("#reader details.call").evaluate("node => { node.open = true; }")
         sizes = "[...document.images].map((image) => [image.naturalWidth, image.naturalHeight])"
-        wait_until(lambda page=page: page.evaluate(sizes) == [[256, 171], [24, 16]], "images")
+        wait_until(
+            lambda page=page, sizes=sizes: page.evaluate(sizes) == [[256, 171], [24, 16]], "images"
+        )
         texts = shown(page, "#reader .says p.soft")
         assert texts == [f"[image {name[:80]}]" for name in others]
         assert page.evaluate("window.evil === undefined")

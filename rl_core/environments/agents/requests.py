@@ -297,12 +297,12 @@ def content_of_parts(content: JSON, where: str) -> str | list[JSONObject]:
             parts.append({"type": "text", "text": text_of_parts([piece], where)})
             continue
         try:
-            part = image_part(piece)
+            image = image_part(piece)
         except ValueError as error:
             raise Refusal(f"{where}: {error}") from None
-        if "image" not in part:
+        if "image" not in image:
             raise Refusal(f"{where}: a part of type {piece['type']!r} has no image; {URL_FIX}")
-        parts.append(part)
+        parts.append(image)
     return parts
 
 
