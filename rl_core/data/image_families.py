@@ -311,7 +311,10 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
     not see, the reason. `max_pixels`: larger images are resized."""
     from transformers import AutoConfig, AutoImageProcessor
 
-    config = load_pretrained(AutoConfig, path)
+    try:
+        config = load_pretrained(AutoConfig, path)
+    except (OSError, ValueError) as error:  # A folder of a tokenizer has none.
+        return f"model {path} has no config.json to read ({str(error).splitlines()[0]})"
     if not hasattr(config, "vision_config"):
         return f"model {path} ({config.model_type}) reads text alone"
     kind = FAMILIES.get(config.model_type)

@@ -506,4 +506,4 @@ def test_data_of_a_wrong_kind_gets_one_sentence_about_the_argument(config_of):
         train(config_of("a"), env=len, data=ROWS, eval_data=table.to_iterable_dataset())
     model = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"^Config\(model=...\) is a Linear; give the folder"):
-        train(dataclasses.dataclasses.replace(config_of("a"), model=model), env=len, data=ROWS)
+        train(dataclasses.replace(config_of("a"), model=model), env=len, data=ROWS)
