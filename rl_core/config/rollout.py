@@ -68,11 +68,7 @@ class AgentsConfig(Section, prefix="agents."):
 
 @dataclass(kw_only=True)
 class SandboxConfig(Section, prefix="sandbox."):
-    box_driver: str = flag(
-        "",
-        "boxes of environments that name no driver: bubblewrap, docker, podman, kubernetes, e2b, "
-        "daytona, modal",
-    )
+    box_driver: str = flag("", "default of boxes: docker, podman, kubernetes, e2b, daytona, modal")
     max_boxes: AtLeast1 = flag(256, "remote boxes that a run has at once")
     idle_s: Positive = flag(900.0, "remote boxes end after this time without their run")
     lifetime_s: Positive = flag(14_400.0, "remote boxes end after this time")

@@ -15,6 +15,8 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
     for flag in ("cp", "tp", "rollout_ranks"):
         if getattr(config, flag) > (flag != "rollout_ranks"):
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
+    if config.algorithm == "rm":
+        return "--algorithm rm reads text alone; take --algorithm dpo, or rows without images"
     made = custom and custom.engine
     if config.is_rl and (made or config.engine != "auto"):  # Tools that do not sample choose none.
         engine = engine_factory(config, engine=made).classes[name]

@@ -171,7 +171,7 @@ class BoxService:
             text = text.replace(secret, "***")
         return " ".join(text.split())[:1000]
 
-    async def call(
+    async def attempt(
         self,
         action: str,
         request: Callable[[], Awaitable[T]],
@@ -220,13 +220,13 @@ class BoxService:
             raise
         self.sandboxes[sandbox.id] = sandbox
         try:
-            starting = self.call("starting a box", sandbox.wait, retry_s=OPEN_S)
+            starting = self.attempt("starting a box", sandbox.wait, retry_s=OPEN_S)
             await asyncio.wait_for(starting, OPEN_S)
         except BaseException as error:
             reason = ""
             if isinstance(error, asyncio.TimeoutError):
                 with suppress(RemoteError):
-                    reason = await self.call("its state", sandbox.end_reason, retry_s=0.0)
+                    reason = await self.attempt("its state", sandbox.end_reason, retry_s=0.0)
             self.start(self.kill(sandbox))
             if isinstance(error, asyncio.TimeoutError):
                 text = f"box {sandbox.id} did not start within {OPEN_S:.0f} s"
@@ -237,7 +237,7 @@ class BoxService:
     async def create(self, request: BoxRequest) -> RemoteSandbox:
         """A new sandbox. If this is cancelled, the sandbox is killed when it comes."""
         creating = asyncio.ensure_future(
-            self.call("creating a box", lambda: self.driver.create(request), retry_s=OPEN_S)
+            self.attempt("creating a box", lambda: self.driver.create(request), retry_s=OPEN_S)
         )
         try:
             return await asyncio.shield(creating)
@@ -248,7 +248,7 @@ class BoxService:
     async def kill_late(self, creating: asyncio.Future[RemoteSandbox]) -> None:
         with suppress(RemoteError):
             sandbox = await creating
-            await self.call("ending a box", sandbox.kill)
+            await self.attempt("ending a box", sandbox.kill)
 
     async def reap(self) -> None:
         """Before the first box: removes those of an earlier process of this run, and begins to
@@ -261,7 +261,7 @@ class BoxService:
         if self.renewing is None:
             self.renewing = self.start(self.renew_all())
         if self.may_reap and (name := self.run_name):
-            await self.call("removing old boxes", lambda: self.driver.reap(name))
+            await self.attempt("removing old boxes", lambda: self.driver.reap(name))
 
     @cached_property
     def run_name(self) -> str:
@@ -292,13 +292,15 @@ class BoxService:
     async def renew(self, sandbox: RemoteSandbox) -> None:
         with suppress(RemoteError, asyncio.TimeoutError):  # The next command says that it ended.
             retry_s = self.settings.idle_s / 3
-            await asyncio.wait_for(self.call("renewing", sandbox.renew, retry_s=retry_s), retry_s)
+            await asyncio.wait_for(
+                self.attempt("renewing", sandbox.renew, retry_s=retry_s), retry_s
+            )
 
     async def kill(self, sandbox: RemoteSandbox) -> None:
         if self.sandboxes.pop(sandbox.id, None) is None:
             return
         try:
-            await asyncio.wait_for(self.call("ending a box", sandbox.kill), TRANSFER_S)
+            await asyncio.wait_for(self.attempt("ending a box", sandbox.kill), TRANSFER_S)
         except (TimeoutError, RemoteError) as error:
             print(
                 f"warning: box {sandbox.id} could not be ended ({error}); it ends by itself in "
@@ -326,7 +328,7 @@ class BoxService:
         agents that a box would hold."""
         if has_agent:
             self.check_stdin()
-        asking = self.call("a request", lambda: self.driver.reap(NO_RUN), retry_s=CHECK_S)
+        asking = self.attempt("a request", lambda: self.driver.reap(NO_RUN), retry_s=CHECK_S)
         asking = asyncio.wait_for(asking, TRANSFER_S)
         try:
             asyncio.run_coroutine_threadsafe(asking, self.loop).result()
@@ -491,7 +493,7 @@ class RemoteBox:
             raise BoxEnded(f"the box {self.sandbox.id} is closed")
         outputs = {1: stdout, 2: stderr}
         try:
-            code = await self.service.call(
+            code = await self.service.attempt(
                 "running a command",
                 lambda: self.sandbox.exec(
                     argv, lambda stream, data: outputs[stream].add(data), timeout_s=timeout_s
@@ -511,7 +513,7 @@ class RemoteBox:
             raise BoxEnded(f"the box {self.sandbox.id} is closed") from None
         with suppress(RemoteError, asyncio.TimeoutError):
             reason = await asyncio.wait_for(
-                self.service.call("its state", self.sandbox.end_reason, retry_s=10.0), 30.0
+                self.service.attempt("its state", self.sandbox.end_reason, retry_s=10.0), 30.0
             )
             if reason:
                 text = self.service.clean(reason)
@@ -546,7 +548,7 @@ class RemoteBox:
             raise BoxEnded(f"the box {self.sandbox.id} is closed")
         try:
             return await asyncio.wait_for(
-                self.service.call("moving a file", request), 2 * TRANSFER_S
+                self.service.attempt("moving a file", request), 2 * TRANSFER_S
             )
         except TimeoutError:
             text = f"box {self.sandbox.id}: moving a file took over {2 * TRANSFER_S:.0f} s"
@@ -681,7 +683,7 @@ class BoxTunnel:
             )
 
         calling = asyncio.ensure_future(
-            self.box.service.call("the way to the endpoint", run_command, is_repeatable=False)
+            self.box.service.attempt("the way to the endpoint", run_command, is_repeatable=False)
         )
         calling.add_done_callback(lambda _: lines.feed_eof())
         try:

@@ -106,7 +106,9 @@ def load_learner(
             "begins anew",
             flush=True,
         )
-    fill(folder, saved_tensors(learner))
+    wanted = saved_tensors(learner)
+    check_frozen(folder, wanted)
+    fill(folder, wanted)
     learner.num_updates = steps
     learner.load_state(state or {})
 
@@ -137,15 +139,20 @@ def fill(folder: Path, wanted: dict[str, Tensor]) -> None:
                 f"{folder}: {key} is missing or has another shape; does the checkpoint belong to "
                 "another model, or to one with other adapters?"
             )
-    for key in saved:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(wanted, storage_reader=reader)
+
+
+def check_frozen(folder: Path, wanted: dict[str, Tensor]) -> None:
+    """Raises ValueError if the checkpoint has trained weights that this run freezes: the base
+    model's would take their place."""
+    for key in dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata:
         if key.startswith("param/") and key not in wanted:
             raise ValueError(
                 f"{folder}: {key} was trained, and is frozen here; give the --learner.train of the "
                 "checkpoint"
             )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(wanted, storage_reader=reader)
 
 
 def make_state(learner: Learner, steps: int) -> None:
