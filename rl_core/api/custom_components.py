@@ -275,6 +275,8 @@ def check_arguments(plugin: object, base: type, names: list[str]) -> None:
         is_bound = not isinstance(plugin, type) or inspect.ismethod(method)
         if parameters and parameters[0].name == "self" and is_bound:
             parameters = parameters[1:]
+        if base is Engine and not getattr(plugin, "sees", False):  # It is called without images.
+            parameters = [p for p in parameters if p.name != "images"]
         named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
         text = ", ".join(p.name for p in parameters)
         try:

@@ -363,7 +363,7 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
     (tmp_path / "docker").write_text(
         f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != run ] || {{ pwd -P >> {log}; exec sleep 600; '
         f"}}\n"
-        '[ "$3" != dead ] || exit 1  # another worker removes them\n'
+        '[ "$4" != dead ] || exit 1  # another worker removes them\n'
         f'[ "$1" != ps ] || printf \'dead rl_core.worker=x,rl_core.owner={engines.owner()}0\\n'
         f"also map[rl_core.owner:{engines.owner()}0 rl_core.worker:x]\\nliving "
         f"rl_core.owner={engines.owner()}\\n'\n"
@@ -389,10 +389,9 @@ def test_containers_that_nobody_owns_or_that_hang_are_removed_by_force(tmp_path,
         return boxes
 
     boxes = asyncio.run(asyncio.wait_for(main(), 60))
-    first, *removals = [line for line in log.read_text().splitlines() if line.startswith("rm")]
-    assert first == "rm --force dead also" and sorted(removals) == sorted(
-        f"rm --force {box.name}" for box in boxes
-    )
+    dead, also, *removals = [line for line in log.read_text().splitlines() if line.startswith("rm")]
+    assert [dead, also] == ["rm --force --volumes dead", "rm --force --volumes also"]
+    assert sorted(removals) == sorted(f"rm --force --volumes {box.name}" for box in boxes)
 
 
 def test_an_image_without_a_runtime_is_refused(tmp_path):
