@@ -309,7 +309,7 @@ def num_bytes(tensors: dict[str, Tensor]) -> int:
 def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
     """The family of the model at `path`, shared by all that read its images; for a model that does
     not see, the reason. `max_pixels`: larger images are resized."""
-    from transformers import AutoConfig, AutoImageProcessor
+    from transformers import AutoConfig
 
     try:
         config = load_pretrained(AutoConfig, path)
@@ -324,6 +324,8 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
             f"images of the family {config.model_type} (model {path}) are not supported"
             f"{reason and ': '}{reason}; take one of {', '.join(FAMILIES)}"
         )
+    from transformers import AutoImageProcessor  # seconds to import, which text need not wait for
+
     try:
         processor = load_pretrained(AutoImageProcessor, path, backend="pil")
     except (OSError, ValueError) as error:
