@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -55,6 +56,25 @@ def own_flag(arg: str, flags: Collection[str], others: Collection[str] = ()) -> 
     if not re.match("--.", name) or name in others:
         return ""
     return next((flag for flag in flags if flag.startswith(name)), "")
+
+
+def check_package(package: str, oldest: tuple[int, ...], is_planned: bool) -> None:
+    """Raises ValueError if the package of an engine's server is too old or, unless is_planned, not
+    installed. Imports nothing."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        if is_planned:
+            return
+        raise ValueError(
+            f"--engine={package} needs {package}, which is not installed: pip install "
+            f"'rl_core[{package}]'"
+        ) from None
+    if numbers(version) < oldest:
+        raise ValueError(
+            f"--engine={package} needs {package} >= {'.'.join(map(str, oldest))}, {version} is "
+            "installed"
+        )
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shlex
 import socket
@@ -14,7 +13,7 @@ import torch
 from rl_core.engines.server_process import (
     ServerProcess,
     check_own_flags,
-    numbers,
+    check_package,
     reserved_port,
 )
 from rl_core.engines.sglang_cuda import (
@@ -65,18 +64,7 @@ def check_sglang(args: str = "", is_planned: bool = False) -> None:
     """Raises ValueError if `args` sets a flag that rl_core sets itself, or if SGLang is too old or,
     unless is_planned, not installed. Imports nothing."""
     check_own_flags(args, OWN_FLAGS, "SGLang", {LOG_LEVEL})
-    try:
-        version = importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        if is_planned:
-            return
-        raise ValueError(
-            "--engine=sglang needs sglang, which is not installed: pip install 'rl_core[sglang]'"
-        ) from None
-    if numbers(version) < OLDEST:
-        raise ValueError(
-            f"--engine=sglang needs sglang >= {'.'.join(map(str, OLDEST))}, {version} is installed"
-        )
+    check_package("sglang", OLDEST, is_planned)
 
 
 class SGLangServer(ServerProcess):

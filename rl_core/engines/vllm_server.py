@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import shlex
 
 import torch
 
-from rl_core.engines.server_process import ServerProcess, check_own_flags, numbers
+from rl_core.engines.server_process import ServerProcess, check_own_flags, check_package
 from rl_core.sampling.engine import EngineSpec
 from rl_core.types import JSONObject
 
@@ -55,18 +54,7 @@ def check_vllm(args: str = "", is_planned: bool = False) -> None:
     """Raises ValueError if `args` sets a flag that rl_core sets itself, or if vLLM is too old or,
     unless is_planned, not installed. Imports nothing."""
     check_own_flags(args, OWN_FLAGS, "vLLM")
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        if is_planned:
-            return
-        raise ValueError(
-            "--engine=vllm needs vllm, which is not installed: pip install 'rl_core[vllm]'"
-        ) from None
-    if numbers(version) < OLDEST:
-        raise ValueError(
-            f"--engine=vllm needs vllm >= {'.'.join(map(str, OLDEST))}, {version} is installed"
-        )
+    check_package("vllm", OLDEST, is_planned)
 
 
 class VLLMServer(ServerProcess):

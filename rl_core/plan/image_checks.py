@@ -12,8 +12,8 @@ from rl_core.plugin import CustomComponents
 def why_no_images(config: Config, name: str, custom: CustomComponents | None = None) -> str:
     """Reason why an actor whose model sees gets no images in this run; "" if it does."""
     settings, trained = config.of(name), config.actors[name].is_trained
-    for flag in ("cp", "tp", "rollout_ranks"):
-        if getattr(config, flag) > (flag != "rollout_ranks"):
+    for flag, default in (("cp", 1), ("tp", 1), ("rollout_ranks", 0)):
+        if getattr(config, flag) > default:
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
     if config.algorithm == "rm":
         return "--algorithm rm reads text alone; take --algorithm dpo, or rows without images"

@@ -61,6 +61,13 @@ GET = ENTER + (
 )
 
 
+def shell_argv(command: str | Sequence[str]) -> list[str]:
+    """Arguments of `sh -c` for a command: text is run by a shell of the box, a list as it is."""
+    if isinstance(command, str):
+        return [SHELL, "sh", command]
+    return [ENTER + 'exec "$@"', "sh", *command]
+
+
 def end_container(engine: str, names: list[str], client: subprocess.Popen, owner: int) -> None:
     """Its first process ends with its stdin; the engine removes the rest by force. In a fork of the
     owner it only forgets the container. `names`: services of the box, then the box."""
@@ -153,10 +160,7 @@ class ContainerBox:
             flags += ["--env", f"{name}={value}"]
         if cwd:
             flags += ["--workdir", cwd]
-        if isinstance(command, str):
-            argv = [SHELL, "sh", command]
-        else:
-            argv = [ENTER + 'exec "$@"', "sh", *command]
+        argv = shell_argv(command)
         stdout, stderr = Output(MAX_OUTPUT_BYTES), Output(MAX_OUTPUT_BYTES)
         data = stdin.encode(errors="surrogateescape")
         timed_out = False
@@ -165,7 +169,7 @@ class ContainerBox:
         except TimeoutError:
             timed_out, code = True, 137
         except asyncio.CancelledError:
-            with suppress(BoxEnded, OSError, asyncio.TimeoutError):
+            with suppress(BoxEnded, OSError, TimeoutError):
                 await asyncio.shield(self.kill(mark))
             raise
         if timed_out:

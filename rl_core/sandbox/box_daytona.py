@@ -5,7 +5,6 @@ A name without ":" and "/" is a snapshot of Daytona.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import secrets
@@ -50,7 +49,6 @@ class DaytonaDriver:
         DaytonaError,
         aiohttp.ClientError,
         OSError,
-        asyncio.TimeoutError,
     )
     has_stdin = True
     shares_processes = True

@@ -51,7 +51,6 @@ class Driver:
         ApiException,
         ConfigException,
         aiohttp.ClientError,
-        asyncio.TimeoutError,
         OSError,
     )
     has_stdin = True

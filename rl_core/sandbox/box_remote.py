@@ -32,9 +32,9 @@ from rl_core.sandbox.box_containers import (
     MARK,
     NO_FILE,
     NOT_REGULAR,
-    SHELL,
     UNPACK,
     packed,
+    shell_argv,
 )
 from rl_core.sandbox.box_settings import (
     MAX_FILE_BYTES,
@@ -224,11 +224,11 @@ class BoxService:
             await asyncio.wait_for(starting, OPEN_S)
         except BaseException as error:
             reason = ""
-            if isinstance(error, asyncio.TimeoutError):
+            if isinstance(error, TimeoutError):
                 with suppress(RemoteError):
                     reason = await self.attempt("its state", sandbox.end_reason, retry_s=0.0)
             self.start(self.kill(sandbox))
-            if isinstance(error, asyncio.TimeoutError):
+            if isinstance(error, TimeoutError):
                 text = f"box {sandbox.id} did not start within {OPEN_S:.0f} s"
                 raise RemoteError(f"{self.name}: {text}: {self.clean(reason)}") from None
             raise
@@ -290,7 +290,7 @@ class BoxService:
                 self.start(self.renew(sandbox))
 
     async def renew(self, sandbox: RemoteSandbox) -> None:
-        with suppress(RemoteError, asyncio.TimeoutError):  # The next command says that it ended.
+        with suppress(RemoteError, TimeoutError):  # The next command says that it ended.
             retry_s = self.settings.idle_s / 3
             await asyncio.wait_for(
                 self.attempt("renewing", sandbox.renew, retry_s=retry_s), retry_s
@@ -441,12 +441,8 @@ class RemoteBox:
         killed, but for those that hide: end_processes() ends these too."""
         mark = f"{MARK}={secrets.token_hex(8)}"
         shown = [mark, *(f"{name}={value}" for name, value in (environ or {}).items())]
-        if isinstance(command, str):
-            argv = [SHELL, "sh", command]
-        else:
-            argv = [ENTER + 'exec "$@"', "sh", *command]
         run = ["/bin/sh", "-c", START, "sh", secrets.token_hex(8), cwd, *shown]
-        argv = [*run, "/bin/sh", "-c", *argv]
+        argv = [*run, "/bin/sh", "-c", *shell_argv(command)]
         data = stdin.encode(errors="surrogateescape")
         return await self.service.run(self.run_command(argv, mark, data, timeout_s))
 
@@ -511,7 +507,7 @@ class RemoteBox:
         """Raises BoxEnded with the service's reason if the box has ended."""
         if self.is_closed:
             raise BoxEnded(f"the box {self.sandbox.id} is closed") from None
-        with suppress(RemoteError, asyncio.TimeoutError):
+        with suppress(RemoteError, TimeoutError):
             reason = await asyncio.wait_for(
                 self.service.attempt("its state", self.sandbox.end_reason, retry_s=10.0), 30.0
             )
