@@ -346,3 +346,12 @@ def test_options_that_take_no_images_are_refused_with_the_row(
     run(folder / "run", *more, folder / "rows.jsonl", RUN, flags, status=1)
     error = capsys.readouterr().err
     assert reason in error and "rows.jsonl" in error, error
+
+
+def test_reward_models_are_refused_the_row_with_an_image(folder, make_model, capsys):
+    pair = {"prompt": "Which?", "image": "1.png", "chosen": "yes", "rejected": "no"}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    flags = ["--algorithm", "rm", "--model", make_model("qwen2_5_vl"), "--tasks_per_step", "1"]
+    run(folder / "run", *flags, "--data.train", folder / "pairs.jsonl", status=1)
+    error = capsys.readouterr().err
+    assert "row 1 of" in error and "--algorithm rm reads text alone" in error, error
