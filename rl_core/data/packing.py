@@ -297,13 +297,16 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
             read = samples[piece.samples[0]].token_ids[piece.first : piece.end]
             input_ids[start : start + len(read)] = read
     paths = [np.concatenate(of_sample) for of_sample in parts]
+    images = images_of_samples(samples)
+    # Models would read placeholders without features.
+    assert images or not (input_ids < 0).any(), "samples have tokens of images and no images"
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
         parents=[piece.parent for piece in pieces],
         paths=paths,
-        images=images_of_samples(samples),
+        images=images,
         # All of them are tensors, also by name.
         **trained_columns(samples, paths),  # pyright: ignore[reportArgumentType]
     )

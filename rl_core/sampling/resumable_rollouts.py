@@ -171,19 +171,36 @@ class ResumableWorker(RolloutWorker):
 def read_trajectories(values: list[JSONObject]) -> list[Trajectory]:
     trajectories = TRAJECTORIES.validate_python(values)
     for trajectory in trajectories:
-        if images := tuple(images_of(trajectory.messages)):
-            for turn in trajectory.turns:
-                turn.images = images
+        set_images(trajectory)
     return trajectories
+
+
+def set_images(trajectory: Trajectory) -> None:
+    """Sets the images of turns from the messages, which alone have them on disk. Raises ValueError
+    if an image of a turn is in no message."""
+    known = {image.key: image for image in images_of(trajectory.messages)}
+    for turn in trajectory.turns:
+        keys = dict.fromkeys(-number for number in turn.new_ids if number < 0)
+        if missing := keys.keys() - known:
+            raise ValueError(
+                f"{trajectory.group_id}: a turn has tokens of an image, {min(missing):016x}, that "
+                "no message of its episode has; the rollouts are damaged"
+            )
+        turn.images = tuple(known[key] for key in keys)
 
 
 def with_loaded_images(row: JSONObject, folder: Path) -> JSONObject:
     """The row of a checkpoint with the images of its trajectories' messages."""
     of_episodes = [episode["trajectories"] or [] for episode in row["episodes"].values()]
     for trajectory in itertools.chain(row["trajectories"], *of_episodes):
-        loaded = loaded_messages(trajectory["messages"], folder)
-        trajectory["messages"] = trajectory["messages"] if loaded is None else loaded
+        load_images(trajectory, folder)
     return row
+
+
+def load_images(trajectory: JSONObject, folder: Path) -> None:
+    """Reads the images of a trajectory's messages from files in `folder`."""
+    loaded = loaded_messages(trajectory["messages"], folder)
+    trajectory["messages"] = trajectory["messages"] if loaded is None else loaded
 
 
 def read_groups(

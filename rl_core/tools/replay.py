@@ -240,6 +240,7 @@ def read_step(
     """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
     unique number that identifies the turn of a packed token: the learner does not read versions."""
     from rl_core.data.tables import read_episodes
+    from rl_core.sampling.resumable_rollouts import load_images, set_images
     from rl_core.types import Completion, Trajectory, Turn
 
     parts: dict[Path, list[Trajectory]] = {}
@@ -254,8 +255,11 @@ def read_step(
                     "newer_versions": [],
                 }
                 turns.append(Turn(**(turn | {"completion": Completion(**completion)})))
+            load_images(row, file.parent)
             fields: JSONObject = row | {"turns": turns}
-            parts[file].append(Trajectory(**fields))
+            trajectory = Trajectory(**fields)
+            set_images(trajectory)
+            parts[file].append(trajectory)
     return parts, [t for trajectories in parts.values() for t in trajectories]
 
 

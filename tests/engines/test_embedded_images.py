@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from kit import STOP, embedded, metrics, run
+from kit import STOP, embedded, metrics, run, steps
 from oracle import chosen, frozen, inputs
 from PIL import Image
+from test_runs import assert_same_weights, lasting
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
@@ -312,6 +314,30 @@ def test_episodes_under_way_are_restored_with_their_images(tmp_path):
     restored = read_groups(tmp_path, {3}, 0, tmp_path / "run")[3]
     for values in (restored["trajectories"], restored["episodes"]["1"]["trajectories"]):
         assert read_trajectories(values) == [ended]
+
+
+# Some episodes of a group have ended at a checkpoint, and others are in their second turn.
+STALE = "--max_staleness 1 --deterministic true --save_every 1 --keep_checkpoints 0"
+
+
+def test_a_run_stopped_between_two_images_resumes_as_if_it_never_was(folder, make_model):
+    ends = "if len(messages[-1]['content']) < 3 or isinstance("
+    env = ENV.replace("def", "async def").replace("if isinstance(", ends)
+    (folder / "env.py").write_text(env)
+    flags = ["--model", make_model("qwen2_5_vl"), "--env_path", folder / "env.py", "--data.train"]
+    flags += [folder / "rows.jsonl", RUN, STALE, "--tasks_per_step 2 --max_tokens 12"]
+    flags += ["--num_steps 3 --max_prompt_tokens 60 --learner.microbatch_tokens 300"]
+    full, parts = run(folder / "full", *flags), folder / "parts"
+    for name in ("metrics.jsonl", "env_code.yaml", "checkpoints/step_000001", "rollouts/images"):
+        (parts / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (full / name).is_dir() else shutil.copy)(full / name, parts / name)
+    kept = read_groups(parts / "checkpoints/step_000001", range(9), 0, parts / "rollouts").values()
+    texts = [str(group["episodes"]) for group in kept]
+    assert any("data:image" in text and "policy/0#1'" in text for text in texts), texts
+    run(parts, *flags, "--resume")
+    assert not (parts / "rollouts/step_000001.jsonl.zst").exists(), "it began anew"
+    assert lasting(steps(full)) == lasting(steps(parts))
+    assert_same_weights(full, parts)
 
 
 def test_people_read_images_by_their_size(folder, make_model, capsys):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import stage
-from kit import ROOT, metrics, run
+import zstandard
+from kit import ROOT, metrics, run, words
 from PIL import Image
 
 from rl_core.data.images import with_images
@@ -102,15 +105,60 @@ def warm(make_model, made_once):
     return made_once("warm_images", make)
 
 
+@pytest.fixture(scope="module")
+def learned(warm, made_once):
+    """learned(name) -> (its flags, the folder of a run of three steps)"""
+
+    def get(name):
+        flags = ["--env_path", ENVS / f"{name}.py", "--data.train", warm / f"{name}.jsonl"]
+        flags += ["--max_prompt_tokens 40 --max_tokens 3 --tasks_per_step 1 --group_size 8"]
+        more = ["--model", warm / "run/hf/policy", "--num_steps 3 --optim.lr 1e-4"]
+        return words(*flags), made_once(name, lambda out: run(out, *flags, *more))
+
+    return get
+
+
 @pytest.mark.parametrize("name", SOLVED)
-def test_three_steps_learn(name, warm, tmp_path):
-    flags = "--tasks_per_step 1 --group_size 8 --num_steps 3 --max_prompt_tokens 40 "
-    flags += "--max_tokens 3 --optim.lr 1e-4"
-    paths = ["--env_path", ENVS / f"{name}.py", "--data.train", warm / f"{name}.jsonl"]
-    out = run(tmp_path / "run", "--model", warm / "run/hf/policy", *paths, flags)
+def test_three_steps_learn(name, learned):
+    out = learned(name)[1]
     result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
     assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
     assert not any(line.get("rollout/policy/failed") for line in result)
+
+
+SEEN = r"\[image 32x32, 16 tokens\]"
+EVAL = "--eval.num_tasks 1 --eval.samples 1"
+# Command -> a pattern in its output. RUN: a run's folder, NEW: a new folder, FLAGS: of the run.
+COMMANDS = {
+    "check ENV": r"\[image 32x32\]",
+    "tokens --model RUN/hf/policy --algorithm grpo FLAGS": SEEN,
+    "plan --model RUN/hf/policy FLAGS": "prompt from messages",
+    "show RUN --step 1": r"\[image images/[0-9a-f]{16}\.png\]",
+    "replay RUN --step 1": r"learn/policy/grad_norm +\S+ +\S+ +(equal|\S+e-\d\d)",
+    "view RUN --report NEW.html": "wrote",
+    f"eval RUN/hf/policy FLAGS --folder NEW {EVAL}": r"failed +0",
+    "collect RUN FLAGS --out NEW --num_tasks 1": "kept 8 of 8",
+    "tokens --algorithm sft --model RUN/hf/policy --data.train RUN/rollouts": f"{SEEN}.*«",
+}
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_each_command_reads_images_and_prints_no_pixels(name, learned, tmp_path, capsys):
+    flags, out = learned(name)
+    words_of = {"RUN": [str(out)], "ENV": [str(ENVS / f"{name}.py")], "FLAGS": flags}
+    for number, (command, shown) in enumerate(COMMANDS.items()):
+        new = str(tmp_path / str(number))
+        argv = []
+        for word in command.split():
+            text = word.replace("RUN/", f"{out}/").replace("NEW", new)
+            argv += words_of.get(word, [text])
+        assert main(argv) == 0, command
+        said = capsys.readouterr()
+        assert re.search(shown, said.out), (command, said.out)
+        assert "base64," not in said.out + said.err, command
+    for file in filter(Path.is_file, (*tmp_path.rglob("*"), *out.rglob("*"))):
+        text = zstandard.open(file).read() if file.suffix == ".zst" else file.read_bytes()
+        assert (b"base64," in text) == (file.suffix == ".html"), file
 
 
 ASKED = "Find x."

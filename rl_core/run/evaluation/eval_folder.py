@@ -3,6 +3,7 @@ killed command resumes where it stopped.
 
     DIR/settings.yaml                      the flags of all episodes
     DIR/episodes/MODEL_ENVIRONMENT.jsonl   a group of episodes per line
+    DIR/episodes/images/                   their images
     DIR/scores.json, DIR/table.md          written at the end
 """
 
@@ -18,6 +19,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from rl_core.config import Config, flat, to_yaml
+from rl_core.data.images import with_stored_images
 from rl_core.data.rows import write_whole
 from rl_core.run.saving.run_files import jsonable, keep_first
 from rl_core.sampling.rollout import Group
@@ -92,7 +94,8 @@ class Cell:
         """Appends the group. Returns once the data is on disk."""
         row: JSONObject = {"label": group.label, "number": group.number, "task": group.task.id}
         row["trajectories"] = group.trajectories
+        line = with_stored_images(json.dumps(row, default=jsonable), self.file.parent)
         with open(self.file, "a") as file:
-            file.write(json.dumps(row, default=jsonable) + "\n")
+            file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -164,10 +164,25 @@ def broken_weights(trained: dict[str, Learner]) -> list[str]:
 def save_learner(folder: Path, learner: Learner) -> JSONObject:
     """Writes this rank's shard. Returns facts of the optimizer that a resumed run needs."""
     is_saved = learner.config.save_optimizer
+    facts: JSONObject = {"name": type(learner.optimizer).__name__, "steps": learner.num_updates}
     with learner.on_device(), learner.state_on_device():
         write_shards(folder, saved_tensors(learner, is_saved))
-    facts = {"name": type(learner.optimizer).__name__, "steps": learner.num_updates}
+        if is_saved and (fewer := fewer_steps(learner)):
+            facts["fewer_steps"] = fewer
     return facts | {"ranks": learner.ranks.size, "is_saved": is_saved, "state": learner.state()}
+
+
+def fewer_steps(learner: Learner) -> dict[str, int]:
+    """Parameter -> its number of optimizer steps, where some updates gave it no gradient: a vision
+    tower learns nothing from minibatches without images."""
+    fewer = {}
+    for group in learner.optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            state = learner.optimizer.state.get(parameter)
+            num = int(state.get("step", learner.num_updates)) if state else 0
+            if num < learner.num_updates:
+                fewer[name] = num
+    return fewer
 
 
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:

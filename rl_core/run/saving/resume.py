@@ -94,12 +94,13 @@ def load_learner(
     ranks: int,
     is_saved: bool = True,
     state: dict[str, float] | None = None,
+    fewer_steps: dict[str, int] | None = None,
 ) -> None:
     """Restores one learner. `is_saved`: the checkpoint has the optimizer's state. `state`: state of
-    the learner class; None in checkpoints of older versions."""
+    the learner class; None in checkpoints of older versions. `fewer_steps`: of make_state()."""
     if is_saved and steps:
         check_optimizer(folder, learner, name, ranks)
-        make_state(learner, steps)
+        make_state(learner, steps, fewer_steps)
     elif steps and learner.ranks.rank == 0:
         print(
             f"{folder} has no optimizer state (--save_optimizer false): {learner.name}'s optimizer "
@@ -155,14 +156,20 @@ def check_frozen(folder: Path, wanted: dict[str, Tensor]) -> None:
             )
 
 
-def make_state(learner: Learner, steps: int) -> None:
-    """Creates the optimizer's state as after `steps` steps, by a step with learning rate 0."""
+def make_state(learner: Learner, steps: int, fewer_steps: dict[str, int] | None = None) -> None:
+    """Creates the optimizer's state as after `steps` steps, by a step with learning rate 0.
+    `fewer_steps`: parameter -> its number of steps where that is less."""
     for _, parameter in learner.trained_parameters():
         parameter.grad = torch.zeros_like(parameter)
     for group in learner.optimizer.param_groups:
         group["lr"] = 0.0
     learner.optimizer.step()
     learner.policy.zero_grad()
-    for state in learner.optimizer.state.values():
-        if "step" in state:
-            state["step"] = state["step"] * 0 + steps
+    for group in learner.optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            num = (fewer_steps or {}).get(name, steps)
+            state = learner.optimizer.state.get(parameter, {})
+            if not num:
+                learner.optimizer.state.pop(parameter, None)
+            elif "step" in state:
+                state["step"] = state["step"] * 0 + num
