@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rl_core.api.environment import Environment, Rows
 from rl_core.config import Config, EnvConfig, to_yaml
-from rl_core.data.images import with_images
+from rl_core.data.images import read_image, with_images
 from rl_core.errors import split
 from rl_core.types import RunError
 
@@ -73,8 +73,18 @@ def write_rows(file: Path, rows: Rows) -> Path:
     lines = []
     for number, row in enumerate(rows, 1):
         try:
-            lines.append(json.dumps(with_images(dict(row), None)) + "\n")
+            lines.append(json.dumps(with_images(dict(row), None), default=image_url) + "\n")
         except ValueError as error:
             raise ValueError(f"row {number} of {file.stem}: {error}") from None
     file.write_text("".join(lines))
     return file
+
+
+def image_url(value: object) -> str:
+    """An image in a column that --data.columns renames. Raises ValueError for other objects."""
+    if isinstance(value, bytes) or type(value).__module__.startswith("PIL."):
+        return read_image(value).url
+    raise ValueError(
+        f"a value of type {type(value).__name__}; rows for several ranks are written as JSON: "
+        "convert it to text or a number"
+    )

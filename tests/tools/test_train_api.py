@@ -6,6 +6,7 @@ import asyncio
 import base64
 import copy
 import dataclasses
+import datetime
 import gc
 import importlib.util
 import io
@@ -229,7 +230,7 @@ def test_rows_hold_images_of_pillow(make_model, config_of, tmp_path):
     reply = {"role": "assistant", "content": "b"}
     rows = [
         {"messages": [{"role": "user", "content": asked}, reply]},
-        {"prompt": "a", "completion": "b", "image": picture},
+        {"prompt": "a", "completion": "b", "image": picture, "shot": picture},
     ]
     config = dataclasses.replace(
         config_of("run", algorithm="sft"), model=str(make_model("qwen2_5_vl"))
@@ -237,12 +238,14 @@ def test_rows_hold_images_of_pillow(make_model, config_of, tmp_path):
     assert train(config, data=rows * 2).step == 2
     # Rows for other processes.
     kept = [json.loads(row) for row in write_rows(tmp_path / "rows.jsonl", rows).open()]
-    urls = [kept[0]["messages"][0]["content"][0]["image"], kept[1]["image"][0]]
+    urls = [kept[0]["messages"][0]["content"][0]["image"], kept[1]["image"][0], kept[1]["shot"]]
     for url in urls:
         file = io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,")))
         assert Image.open(file).tobytes() == picture.tobytes()
     with pytest.raises(ValueError, match=r"row 2 of env.train: column 'image': image 1: .*not an"):
         write_rows(tmp_path / "env.train.jsonl", [rows[0], {"prompt": "a", "image": b"x"}])
+    with pytest.raises(ValueError, match=r"row 1 of env.train: a value of type date; rows for"):
+        write_rows(tmp_path / "env.train.jsonl", [{"prompt": "a", "day": datetime.date.today()}])
 
 
 def test_mistakes_are_raised(config_of, monkeypatch, capsys):
