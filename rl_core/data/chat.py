@@ -237,6 +237,8 @@ class Chat:
     def encode(self, text: str, continues: bool = False) -> list[int]:
         """Token ids of a marked text, such as a rendering. `continues`: of a later piece of it."""
         ids: list[int] = []
+        if not isinstance(self.vision, str):
+            text = self.vision.framed(text)
         *pieces, last = text.split(_MARK)
         for piece in pieces:
             # A special token of one character stands before its mark.
@@ -304,7 +306,7 @@ class Chat:
         if not images:
             return ids
         assert not isinstance(self.vision, str)
-        num, expanded, left = ids.count(self.vision.token_id), [], iter(images)
+        num, expanded, left = ids.count(self.vision.placeholder_id), [], iter(images)
         if num != len(images):
             roles = " ".join(str(message["role"]) for message in messages)
             raise ValueError(
@@ -313,7 +315,7 @@ class Chat:
                 "with --actors.NAME.chat_template FILE"
             )
         for token_id in ids:
-            if token_id == self.vision.token_id:
+            if token_id == self.vision.placeholder_id:
                 expanded += self.vision.expand(next(left))
             else:
                 expanded.append(token_id)

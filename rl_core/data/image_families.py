@@ -34,11 +34,18 @@ class ImageFamily:
     tensors of several images are joined along the first axis."""
 
     arguments: tuple[str, ...] = ("pixel_values", "image_grid_thw")  # Of the model's forward.
+    # Layers in which an image's tokens see its later ones: "", "windows" or "everywhere".
+    sees_ahead: str = ""
+    # Argument of the model's forward that marks these tokens.
+    types_argument: str = ""
+    # Text that the family's processor writes before and behind the template's placeholder.
+    around: str = ""
 
     def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         """`processor`: transformers' image processor of the model at `path`."""
         self.config, self.processor, self.path = config, processor, path
         self.token_id: int = config.image_token_id
+        self.placeholder_id = self.token_id  # Written by the template.
         # Forwards read it where the model itself sampled token_id; see models/vision.py.
         self.stand_in = int(self.token_id == 0)
         self.cache = PixelCache(self)
@@ -61,6 +68,14 @@ class ImageFamily:
         """The ids that replace the template's placeholder: -key for each token that takes a
         feature, and other tokens of the image's frame and rows."""
         return [-image.key] * self.num_tokens(image)
+
+    def framed(self, rendered: str) -> str:
+        """The template's text with `around` at each placeholder. A tokenizer may join it with the
+        text next to it."""
+        if not self.around:
+            return rendered
+        placeholder = self.tokenizer.convert_ids_to_tokens(self.placeholder_id)
+        return rendered.replace(placeholder, f"{self.around}{placeholder}{self.around}")
 
     def read(self, text: str, image: InputImage) -> list[int]:
         """The ids of the text that replaces the placeholder, with -key for placeholders in it."""
@@ -234,6 +249,38 @@ class Idefics3(ImageFamily):
         return {name: torch.cat([of[name] for of in of_images], 1) for name in of_images[0]}
 
 
+class Gemma3(ImageFamily):
+    """Images of one size, with one number of tokens."""
+
+    arguments = ("pixel_values",)
+    sees_ahead = "everywhere"
+    types_argument = "token_type_ids"
+    around = "\n\n"
+
+    def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
+        super().__init__(config, processor, path)
+        self.placeholder_id = config.boi_token_id
+        if processor.do_pan_and_scan:
+            raise ValueError(
+                f"preprocessor_config.json of {path} has do_pan_and_scan, whose crops of an image "
+                "are not supported; set it to false"
+            )
+
+    def limit_pixels(self, most: int) -> None:
+        size = self.processor.size
+        if size["height"] * size["width"] > most:
+            raise ValueError(
+                f"--data.max_image_pixels={most}: {self.config.model_type} (model {self.path}) "
+                f"resizes every image to {size['width']} x {size['height']} pixels; leave it out"
+            )
+
+    def num_tokens(self, image: InputImage) -> int:
+        return self.config.mm_tokens_per_image
+
+    def expand(self, image: InputImage) -> list[int]:
+        return [self.placeholder_id, *super().expand(image), self.config.eoi_token_id]
+
+
 # Value of model_type in config.json -> family.
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 GLM = ("glm4v", "glm4v_moe", "glm46v")
@@ -243,13 +290,13 @@ FAMILIES: dict[str, type[ImageFamily]] = {
     "mistral3": Mistral3,
     "internvl": InternVL,
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics3),
+    "gemma3": Gemma3,
 }
 
 
 # Value of model_type -> reason why its images are refused.
 BIDIRECTIONAL = "the tokens of an image attend to later ones, and attention here is causal"
 REFUSED = {
-    "gemma3": BIDIRECTIONAL,
     "gemma4": f"in some sizes {BIDIRECTIONAL}",
     "gemma4_unified": f"in some sizes {BIDIRECTIONAL}",
     "llava_onevision": "an image has other tokens once a conversation has a second image",
@@ -333,7 +380,10 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
             f"model {path} has no image processor ({str(error).splitlines()[0]}); copy "
             "preprocessor_config.json of the model that it was made from into the folder"
         )
-    family = kind(config, processor, path)
-    if max_pixels:
-        family.limit_pixels(max_pixels)
+    try:
+        family = kind(config, processor, path)
+        if max_pixels:
+            family.limit_pixels(max_pixels)
+    except ValueError as error:
+        return str(error)
     return family

@@ -605,10 +605,17 @@ class EmbeddedEngine(Engine):
             rows.append(row)
         positions = torch.stack(rows, 1)  # [axes, n, S]
         seen = self._vision.images_in(ids, images)
+        family, blocks = self._vision.family, None
+        if family.sees_ahead and seen:
+            is_image = (ids < 0).int()
+            starts_block = is_image.diff(dim=1, prepend=is_image.new_zeros(len(ids), 1)) > 0
+            blocks = (starts_block.cumsum(1) * is_image).to(self.model.device)
         return Sight(
             position_ids=(positions if num_axes > 1 else positions[0]).to(self.model.device),
             model=self._vision.model if seen else None,
             tensors=self._vision.tensors(seen),
+            blocks=blocks,
+            in_full_attention=family.sees_ahead == "everywhere",
         )
 
     def _to_device(self, rows: Sequence[Numbers | float], dtype: torch.dtype) -> Tensor:

@@ -97,6 +97,9 @@ class ForwardPlan:
     positions: Tensor  # [n, S] Column that each token is written to; [1, S] if fresh.
     # Key: sliding window. Built once for all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
+    # [n, S] numbers from 1 of the blocks of tokens that see their later ones; 0 for other tokens.
+    blocks: Tensor | None = None
+    in_full_attention: bool = False  # Blocks are seen in layers without a window too.
 
     def write(self, layer: int | str, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores [n, K, S, D] keys and values and returns views of the caches [n, K, L, D]."""
@@ -115,8 +118,17 @@ class ForwardPlan:
             keys = torch.arange(self.length, device=self.positions.device)
             queries = self.positions[:, None, :, None]
             seen = keys <= queries
+            if self.blocks is not None and (window is not None or self.in_full_attention):
+                seen = seen | self.in_block(self.blocks)
             self.masks[window] = seen if window is None else seen & (keys > queries - window)
         return self.masks[window]
+
+    def in_block(self, blocks: Tensor) -> Tensor:
+        """[n, 1, S, L] bool, True for a key in the query's block. No block begins in the cache."""
+        of_keys = blocks.new_zeros(len(blocks), self.cache.max_tokens + 1)
+        of_keys.scatter_(1, self.positions.expand_as(blocks), blocks)
+        is_same = blocks[:, :, None] == of_keys[:, None, : self.length]
+        return (is_same & (blocks[:, :, None] > 0))[:, None]
 
 
 def slot_attention(
@@ -138,7 +150,7 @@ def slot_attention(
     keys, values = slot_plan.write(cast(int, module.layer_idx), key, value)
     is_usual = softcap is None and s_aux is None
     sees_all = sliding_window is None or slot_plan.length <= sliding_window
-    if is_usual and slot_plan.fresh and sees_all:
+    if is_usual and slot_plan.fresh and sees_all and slot_plan.blocks is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
@@ -197,6 +209,9 @@ class Sight:
     position_ids: Tensor  # [n, S], or [3, n, S] for tokens of images.
     model: PreTrainedModel | None = None  # The multimodal model, if the tokens have images.
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    # Fields of ForwardPlan.
+    blocks: Tensor | None = None
+    in_full_attention: bool = False
 
 
 @contextmanager
@@ -266,6 +281,7 @@ class SlotModel:
             positions=positions,
         )
         if sight is not None:
+            plan.blocks, plan.in_full_attention = sight.blocks, sight.in_full_attention
             decoder = sight.model or self.decoder
             inputs = {"input_ids": tokens, "position_ids": sight.position_ids, **sight.tensors}
             return decoder(**inputs, use_cache=False, slot_plan=plan).last_hidden_state

@@ -9,6 +9,7 @@ gradients of all segments only need adding.
     queries                         segments of keys
     each piece                      itself, causal
     what follows a shared piece     that piece, all of it
+    a block, such as an image       the later tokens of the block, if they are seen
 
 T local tokens, H heads of queries, G of keys (H is a multiple of G), D head dim.
 """
@@ -113,7 +114,8 @@ class AttentionPlan:
             if shared.lengths:
                 self.segments.append(shared)
             above = [parent_of[n] for n in above]
-        self.windows: dict[int, Segments] = {}
+        self.windows: dict[int, list[Segments]] = {}
+        self.ahead: list[Segments] = []  # Further segments of layers with a window.
         # Results of the forward by attention module, for a backward that recomputes activations but
         # not attention. None: they are not kept; as a value: the forward calls the module twice.
         self.kept: dict[int, Results | None] | None = None
@@ -127,6 +129,16 @@ class AttentionPlan:
                 runs.append((queries, self.pieces[number]))
         return runs
 
+    def see_ahead(self, blocks: list[np.ndarray], in_full_attention: bool) -> None:
+        """Lets each token of a block see the block's later tokens, in layers with a window and, if
+        `in_full_attention`, in the others."""
+        # In reverse order these are causal: the token before the last sees the last alone.
+        runs = [(block[-2::-1], block[:0:-1]) for block in blocks]
+        later = Segments(runs, self.device, is_causal=True)
+        if later.lengths:
+            self.ahead.append(later)
+            self.segments += self.ahead * in_full_attention
+
     def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Each run of queries with the keys within its window."""
         runs = []
@@ -139,8 +151,9 @@ class AttentionPlan:
         """The segments of layers in which a token sees `window` keys, itself included."""
         if window not in self.windows:
             runs = self.window_runs(window)
-            self.windows[window] = Segments(runs, self.device, is_causal=True, window=window)
-        return [self.windows[window]]
+            near = Segments(runs, self.device, is_causal=True, window=window)
+            self.windows[window] = [near, *self.ahead]
+        return self.windows[window]
 
     def attend(
         self,
@@ -158,7 +171,8 @@ class AttentionPlan:
         head, whose value is 0. `module`: id() of the attention module. All ranks that share
         sequences must call it, and run its backward, in the same order."""
         assert len(query_THD) == self.num_tokens, (query_THD.shape, self.num_tokens)
-        if window is not None and window >= self.longest:
+        is_whole = all(segment in self.segments for segment in self.ahead)
+        if window is not None and window >= self.longest and is_whole:
             window = None
         options = self, scale, cap, window, module
         return PackedAttention.apply(query_THD, key_TGD, value_TGD, sinks, *options)

@@ -65,7 +65,10 @@ class PackedForward:
         inputs = batch if policy.vision is None else policy.vision.packed(batch, policy.is_sharded)
         ids, positions = inputs.input_ids[None], inputs.position_ids[..., None, :]
         plan = AttentionPlan(inputs.cu_seqlens, inputs.parents, self.kernel, ids.device)
-        more = inputs.tensors if isinstance(inputs, VisionInputs) else {}
+        more = {}
+        if isinstance(inputs, VisionInputs):
+            more = inputs.tensors
+            plan.see_ahead(inputs.blocks, inputs.in_full_attention)
         hidden_1TD = policy.hidden_states(
             input_ids=ids, position_ids=positions, attention_plan=plan, **more
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,6 +36,9 @@ class VisionInputs:
     parents: list[int]
     # Further arguments of the multimodal model; empty: the language model alone computes.
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    # Arguments of AttentionPlan.see_ahead().
+    blocks: list[np.ndarray] = field(default_factory=list)
+    in_full_attention: bool = False
 
 
 class Vision:
@@ -95,6 +99,12 @@ class Vision:
         device = self.models[0].device
         made = self.family.cache.joined(images) if images else {}
         return {name: tensor.to(device) for name, tensor in made.items()}
+
+    def token_types(self, ids: Tensor) -> dict[str, Tensor]:
+        """The argument that marks tokens of images for transformers' own attention, if they see later
+        ones."""
+        name = self.family.types_argument
+        return {name: (ids < 0).int().to(self.models[0].device)} if name else {}
 
     def prefetch(self, batch: PackedBatch) -> None:
         """Begins to compute the pixels of a batch in another thread."""
@@ -159,6 +169,9 @@ class Vision:
         inputs.input_ids = self.model_ids(ids).to(device)
         inputs.position_ids = (positions if self.has_axes else positions[0]).to(device)
         inputs.tensors = self.tensors(images)
+        if self.family.sees_ahead:
+            inputs.blocks = blocks_of(ids)
+            inputs.in_full_attention = self.family.sees_ahead == "everywhere"
         return inputs
 
     def padded(
@@ -178,8 +191,15 @@ class Vision:
             ids = torch.cat([ids, pad(row, (0, width - len(row)))[None]])
             images = {blank.key: blank}
         arguments = self.tensors(self.images_in(ids, images))
+        arguments |= self.token_types(ids)
         arguments["input_ids"] = self.model_ids(ids).to(ids_NL.device)
         if self.has_axes:
             rows = [self.positions(row, images) for row in ids]
             arguments["position_ids"] = torch.stack(rows, 1).to(ids_NL.device)
         return arguments
+
+
+def blocks_of(ids: Tensor) -> list[np.ndarray]:
+    """The places of neighbouring tokens of images in ids [T] on the CPU."""
+    places = np.flatnonzero(ids.numpy() < 0)
+    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)

@@ -68,7 +68,6 @@ def make_tiny_model(
     from rl_core.models.loading import model_class
     from rl_core.tools.tiny_vision_model import (
         VISION_MODELS,
-        VISION_TEMPLATE,
         VISION_TOKENS,
         vision_config,
         write_preprocessor,
@@ -83,7 +82,8 @@ def make_tiny_model(
     if tokenizer is None:
         more, template = (), CHAT_TEMPLATE
         if sees:
-            more, template = (*VISION_TOKENS, *VISION_MODELS[arch].tokens), VISION_TEMPLATE
+            more = (*VISION_TOKENS, *VISION_MODELS[arch].tokens)
+            template = VISION_MODELS[arch].template
         tokenizer = character_tokenizer(more, template)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {
@@ -109,6 +109,9 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = from_config(model_class(config), config)
+        for value in model.parameters() if sees else ():
+            if not value.any() and value.ndim == 2:  # Gemma 3's projector would be blind.
+                value.data.normal_(std=sizes["initializer_range"])
     model.generation_config = GenerationConfig(**ends, do_sample=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

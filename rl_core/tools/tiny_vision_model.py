@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-# An image of a user or a tool is a placeholder between two tokens, as Qwen's templates write it.
+# Qwen's templates write an image of a user or a tool so.
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 VISION_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|' + message['role'] + '|>' -}}"
     "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
     "{%- for part in message['content'] -%}"
     "{%- if part['type'] == 'image' -%}"
-    "{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}"
+    f"{{{{- '{QWEN_IMAGE}' -}}}}"
     "{%- else -%}{{- part['text'] -}}{%- endif -%}"
     "{%- endfor -%}{%- endif -%}{{- '<|end|>' -}}"
     "{%- endfor -%}"
@@ -68,9 +69,16 @@ class VisionModel:
     preprocessor: JSONObject = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
     has_axes: bool = True  # Positions have three axes.
+    image: str = QWEN_IMAGE  # The template's text of an image.
+    ids: dict[str, str] = field(default_factory=dict)  # Further fields of the config -> token.
+
+    @property
+    def template(self) -> str:
+        return VISION_TEMPLATE.replace(QWEN_IMAGE, self.image)
 
 
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
 TILE = {"image_size": 8}
 TILES = {
@@ -142,6 +150,20 @@ VISION_MODELS: dict[str, VisionModel] = {
         preprocessor={"image_processor_type": "SmolVLMImageProcessor"} | TILES,
         tokens=TILE_TOKENS,
     ),
+    # An image has 2 x 2 tokens; the first layer's window is shorter.
+    "gemma3": VisionModel(
+        tower=LAYERS | {"model_type": "siglip_vision_model", "image_size": 16},
+        text=WINDOW | {"model_type": "gemma3_text", "rope_parameters": None},
+        has_axes=False,
+        config={"mm_tokens_per_image": 4},
+        preprocessor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": 16, "width": 16},
+        },
+        tokens=("<start_of_image>", "<end_of_image>"),
+        image="<start_of_image>",
+        ids={"boi_token_id": "<start_of_image>", "eoi_token_id": "<end_of_image>"},
+    ),
 }
 
 
@@ -161,7 +183,8 @@ def vision_config(arch: str, text: JSONObject, tokenizer) -> PretrainedConfig:
     # Its language model alone has no id of a first token.
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    ids = dict(zip(names, map(tokenizer.convert_tokens_to_ids, tokens), strict=True))
+    named = dict(zip(names, tokens, strict=True)) | row.ids
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
     return AutoConfig.for_model(
         arch,
         text_config=text | {"rope_parameters": rotary} | row.text,

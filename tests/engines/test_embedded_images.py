@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from oracle import chosen, frozen, inputs
 from PIL import Image
 from test_runs import assert_same_weights, lasting
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
+from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -23,7 +26,7 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
-from rl_core.data.chat import TokenStream, load_chat
+from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image
 from rl_core.data.messages import canonical_messages
@@ -47,6 +50,7 @@ class Pixtral:
 
 FRAME = {"start_image_token": "<img>", "end_image_token": "</img>", "image_seq_length": 1}
 TILES = {"fake_image_token": "<fake_token_around_image>", "image_seq_len": 1}
+GEMMA = f"\n\n<start_of_image>{'<|image_pad|>' * 4}<end_of_image>\n\n"
 # Model -> (processor, its settings).
 FAMILIES: dict[str, tuple] = {
     "qwen2_5_vl": (Qwen2_5_VLProcessor, {}),
@@ -61,6 +65,7 @@ FAMILIES: dict[str, tuple] = {
     "internvl": (InternVLProcessor, FRAME),
     "idefics3": (Idefics3Processor, TILES | {"global_image_tag": "<global-img>"}),
     "smolvlm": (SmolVLMProcessor, TILES | {"global_image_token": "<global-img>"}),
+    "gemma3": (Gemma3Processor, {"full_image_sequence": GEMMA}),
 }
 
 
@@ -104,10 +109,52 @@ def test_tokens_and_positions_are_those_of_transformers_processor(path):
         text = theirs.replace_image_token(seen, number)
         ids = chat.tokenizer.encode(text, add_special_tokens=False)
         assert text.count("<|image_pad|>") == family.num_tokens(image)
-        assert [family.token_id if n < 0 else n for n in family.expand(image)] == ids
+        placeholder = chat.tokenizer.convert_ids_to_tokens(family.placeholder_id)
+        ours = chat.expand(chat.encode(placeholder), [user(picture)])
+        assert [family.token_id if n < 0 else n for n in ours] == ids
     images = [read_image(picture) for picture in pictures]
     for name, tensor in family.cache.joined(images).items():
         assert torch.equal(tensor, seen[name])
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [["a", 0], [0, "b"], ["a\n", 0, "\n\nb"], [0, 1, "b\n\n\n"], ["a", 0, "\n", 1]],
+)
+def test_newlines_around_an_image_join_those_of_the_text(contents, make_model):
+    path = str(make_model("gemma3"))
+    vocab = load_chat(path).tokenizer.get_vocab()
+    vocab |= {"\n" * num: len(vocab) + num for num in (2, 3, 4)}
+    tokens = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = GemmaTokenizer(
+        vocab=vocab,
+        merges=[("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")],
+        extra_special_tokens={"image_token": "<|image_pad|>", **tokens},
+        **{"unk_token": "<|unk|>", "bos_token": "<|begin|>", "eos_token": "<|end|>"},
+    )
+    template = (Path(__file__).parents[1] / "templates/gemma3.jinja").read_text()
+    chat = Chat(tokenizer, template, vision=load_family(path))
+    pictures = [noise(item) for item in contents if isinstance(item, int)]
+    message = user(*(noise(item) if isinstance(item, int) else item for item in contents))
+    processor = Gemma3Processor(AutoImageProcessor.from_pretrained(path), tokenizer, None, 4)
+    theirs = processor(list(map(Image.fromarray, pictures)), chat.render([message]))
+    ours = [tokenizer.image_token_id if n < 0 else n for n in chat.prompt_ids([message])]
+    assert ours == theirs["input_ids"][0]
+    assert vocab["\n\n"] in ours or vocab["\n\n\n"] in ours
+
+
+@pytest.mark.parametrize(
+    "changes, most, reason",
+    [
+        ({"do_pan_and_scan": True}, None, "has do_pan_and_scan"),
+        ({}, 255, "--data.max_image_pixels=255: gemma3"),
+    ],
+)
+def test_settings_of_gemma3_are_refused(changes, most, reason, make_model, tmp_path):
+    shutil.copytree(make_model("gemma3"), tmp_path / "model")
+    file = tmp_path / "model/preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    assert reason in str(load_family(str(tmp_path / "model"), most))
 
 
 def test_larger_images_are_resized_as_the_processor_does(make_model):
@@ -349,9 +396,9 @@ def test_people_read_images_by_their_size(folder, make_model, capsys):
 
 
 def test_a_family_that_cannot_be_right_is_refused_with_the_reason(tmp_path):
-    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    AutoConfig.for_model("kimi_k25").save_pretrained(tmp_path)
     reason = load_family(str(tmp_path))
-    assert isinstance(reason, str) and "gemma3" in reason and "attend to later ones" in reason
+    assert isinstance(reason, str) and "kimi_k25" in reason and "with torchvision alone" in reason
 
 
 def test_a_recurrent_model_that_sees_is_refused_for_sampling_alone(folder, make_model, capsys):

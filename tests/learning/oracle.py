@@ -112,12 +112,14 @@ def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
         data = base64.b64decode(known[key].url.partition(",")[2])
         pictures.append(PIL.Image.open(io.BytesIO(data)))
     seen = AutoImageProcessor.from_pretrained(hf.name_or_path)(pictures, return_tensors="pt")
-    arguments = seen.keys() & inspect.signature(hf.forward).parameters
+    parameters = inspect.signature(hf.forward).parameters
+    arguments = seen.keys() & parameters
     is_image = ids < 0
     plain = ids.masked_fill(is_image, placeholder)
+    types = "token_type_ids" if "token_type_ids" in parameters else "mm_token_type_ids"
     return {name: seen[name] for name in arguments} | {
         "input_ids": plain,
-        "mm_token_type_ids": is_image.int(),
+        types: is_image.int(),
     }
 
 

@@ -153,7 +153,12 @@ def idefics3(image, rows: int, columns: int) -> list[int]:
     return [*ids, newline, 108, 109, tile, 108]
 
 
-FRAMES = {"mistral3": mistral3, "internvl": internvl, "idefics3": idefics3}
+def gemma3(image, rows: int, columns: int) -> list[int]:
+    return [8, 8, 108, *[-image.key] * 4, 109, 8, 8]
+
+
+FRAMES = {"mistral3": mistral3, "internvl": internvl, "idefics3": idefics3, "gemma3": gemma3}
+TWO_RANKS = ("gemma3",)  # Families with forwards of their own.
 
 
 def pictures(model: str = "") -> list:
@@ -191,9 +196,9 @@ def pictures(model: str = "") -> list:
     return samples
 
 
-def one_picture() -> list:
+def one_picture(model: str = "") -> list:
     """One sample has an image, so that a rank has none."""
-    samples = pictures()
+    samples = pictures(model)
     return [samples[0], *(each for each in samples if not each.images)]
 
 
@@ -220,6 +225,7 @@ SAMPLES: dict[str, Callable[[], list]] = {
     "one picture": one_picture,
     "picture pairs": picture_pairs,
     **{f"pictures, {model}": functools.partial(pictures, model) for model in FRAMES},
+    **{f"one picture, {model}": functools.partial(one_picture, model) for model in TWO_RANKS},
     "mixed": lambda: imitated((60, 3)),
     "replayed": lambda: with_experts(imitated((60, 3))),
 }
@@ -391,6 +397,12 @@ CASES = {
         for model in ("glm4v", "glm4v_moe", "qwen3_5")
     },
     **{model: Case("", (f"pictures, {model}",), model, layouts=("",)) for model in FRAMES},
+    **{
+        f"{model}, one image": Case(
+            "", (f"one picture, {model}",), model, layouts=("",), meshes=("dp",)
+        )
+        for model in TWO_RANKS
+    },
     "replay": Case(
         REPLAY, ("replayed",), "mixtral", layouts=MOE["layouts"][:3], meshes=("dp", "cp")
     ),
