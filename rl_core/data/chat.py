@@ -293,6 +293,12 @@ class Chat:
         images = images_of(messages)
         if images and isinstance(self.vision, str):
             raise ValueError(f"a message has an image, and {self.vision}")
+        most = None if isinstance(self.vision, str) else self.vision.max_images
+        if most and len(images) > most:
+            raise ValueError(
+                f"a conversation has {len(images)} images; this model reads {most}, as each image "
+                "has other tokens where there are more"
+            )
         if self.max_images and len(images) > self.max_images:
             raise ValueError(
                 f"a conversation has {len(images)} images, --data.max_images is {self.max_images}"

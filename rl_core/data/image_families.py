@@ -7,11 +7,11 @@ torchvision; a family reads the image processor alone, in its form for Pillow.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
-from math import isqrt
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,6 +20,7 @@ from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.types import InputImage
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
     from transformers import PretrainedConfig
 
@@ -40,6 +41,7 @@ class ImageFamily:
     types_argument: str = ""
     # Text that the family's processor writes before and behind the template's placeholder.
     around: str = ""
+    max_images: int | None = None  # Of a conversation.
 
     def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         """`processor`: transformers' image processor of the model at `path`."""
@@ -50,14 +52,9 @@ class ImageFamily:
         self.stand_in = int(self.token_id == 0)
         self.cache = PixelCache(self)
 
-    @property
-    def is_recurrent(self) -> bool:
-        """True if layers keep a state: the embedded engine samples row by row, without images."""
-        kinds = getattr(self.config.get_text_config(), "layer_types", None) or ()
-        return "linear_attention" in kinds
-
     def limit_pixels(self, most: int) -> None:
-        """Makes the processor resize images to at most this number of pixels."""
+        """Makes the processor resize images to at most this number of pixels. Raises ValueError if
+        that is impossible."""
         raise NotImplementedError
 
     def num_tokens(self, image: InputImage) -> int:
@@ -94,8 +91,11 @@ class ImageFamily:
 
     def tensors(self, image: InputImage) -> dict[str, Tensor]:
         """Arguments of the model's forward for one image."""
-        made = self.processor(images=[decoded_image(image)], return_tensors="pt")
+        made = self.processor(images=[self.read_pixels(image)], return_tensors="pt")
         return {name: made[name] for name in self.arguments}
+
+    def read_pixels(self, image: InputImage) -> Image:
+        return decoded_image(image)
 
     def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Arguments of the model's forward for several images."""
@@ -154,7 +154,7 @@ class Mistral3(ImageFamily):
 
     def limit_pixels(self, most: int) -> None:
         size = dict(self.processor.size)
-        size["longest_edge"] = max(self.edge, min(isqrt(most), size["longest_edge"]))
+        size["longest_edge"] = max(self.edge, min(math.isqrt(most), size["longest_edge"]))
         self.processor.size = type(self.processor.size)(**size)
 
     def grid(self, image: InputImage) -> tuple[int, int]:
@@ -221,7 +221,7 @@ class Idefics3(ImageFamily):
     def limit_pixels(self, most: int) -> None:
         tile = self.processor.max_image_size["longest_edge"]
         size = dict(self.processor.size)
-        size["longest_edge"] = min(size["longest_edge"], max(1, isqrt(most) // tile) * tile)
+        size["longest_edge"] = min(size["longest_edge"], max(1, math.isqrt(most) // tile) * tile)
         self.processor.size = type(self.processor.size)(**size)
 
     @cached_property
@@ -249,10 +249,23 @@ class Idefics3(ImageFamily):
         return {name: torch.cat([of[name] for of in of_images], 1) for name in of_images[0]}
 
 
-class Gemma3(ImageFamily):
+class OneSize(ImageFamily):
     """Images of one size, with one number of tokens."""
 
     arguments = ("pixel_values",)
+
+    def limit_pixels(self, most: int) -> None:
+        edge = self.config.vision_config.image_size
+        if edge**2 > most:
+            raise ValueError(
+                f"--data.max_image_pixels={most}: {self.config.model_type} (model {self.path}) "
+                f"resizes every image to {edge} x {edge} pixels; leave it out"
+            )
+
+
+class Gemma3(OneSize):
+    """Images between two tokens, which see one another."""
+
     sees_ahead = "everywhere"
     types_argument = "token_type_ids"
     around = "\n\n"
@@ -266,14 +279,6 @@ class Gemma3(ImageFamily):
                 "are not supported; set it to false"
             )
 
-    def limit_pixels(self, most: int) -> None:
-        size = self.processor.size
-        if size["height"] * size["width"] > most:
-            raise ValueError(
-                f"--data.max_image_pixels={most}: {self.config.model_type} (model {self.path}) "
-                f"resizes every image to {size['width']} x {size['height']} pixels; leave it out"
-            )
-
     def num_tokens(self, image: InputImage) -> int:
         return self.config.mm_tokens_per_image
 
@@ -281,6 +286,87 @@ class Gemma3(ImageFamily):
         return [self.placeholder_id, *super().expand(image), self.config.eoi_token_id]
 
 
+class Llava(OneSize):
+    """LLaVA 1.5: one token for each patch."""
+
+    def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
+        super().__init__(config, processor, path)
+        tower = config.vision_config
+        if tower.model_type not in CLASS_TOKENS:
+            raise ValueError(
+                f"model {path} has a vision tower of kind {tower.model_type}; take one of kind "
+                f"{' or '.join(CLASS_TOKENS)}"
+            )
+        self.edge: int = tower.image_size // tower.patch_size  # Patches of an image's edge.
+        dropped = int(config.vision_feature_select_strategy == "default")
+        self.tokens_of_tile = self.edge**2 + CLASS_TOKENS[tower.model_type] - dropped
+
+    def num_tokens(self, image: InputImage) -> int:
+        return self.tokens_of_tile
+
+
+class LlavaNext(Llava):
+    """The image in the size of a tile, and tiles of the image, whose rows end with a learned
+    feature."""
+
+    arguments = ("pixel_values", "image_sizes")
+    most_pixels: int | None = None
+
+    def limit_pixels(self, most: int) -> None:
+        self.most_pixels = most
+
+    @cached_property
+    def rule(self) -> Any:
+        """transformers' processor of the family, for the number of tokens alone: the processor of
+        LLaVA-OneVision cannot be made without torchvision."""
+        if self.config.model_type == "llava_next":
+            from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+
+            kind: Any = LlavaNextProcessor
+        else:
+            from transformers.models.llava_onevision.processing_llava_onevision import (
+                LlavaOnevisionProcessor,
+            )
+
+            kind = LlavaOnevisionProcessor
+        rule = kind.__new__(kind)
+        rule.image_processor, rule.num_image_tokens = self.processor, self.edge**2
+        rule.patch_size, rule.num_additional_image_tokens = self.config.vision_config.patch_size, 0
+        rule.vision_aspect_ratio = getattr(self.config, "vision_aspect_ratio", None)
+        return rule
+
+    def limited(self, image: InputImage) -> tuple[int, int]:
+        """Height and width of the image that the processor gets."""
+        ratio = (self.most_pixels or math.inf) / (image.height * image.width)
+        scale = min(1.0, ratio**0.5)
+        return max(1, int(image.height * scale)), max(1, int(image.width * scale))
+
+    def num_tokens(self, image: InputImage) -> int:
+        tile = self.config.vision_config.image_size
+        return self.rule._get_number_of_features(*self.limited(image), tile, tile)
+
+    def read_pixels(self, image: InputImage) -> Image:
+        height, width = self.limited(image)
+        return super().read_pixels(image).resize((width, height))
+
+    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        import torch
+        from torch.nn.utils.rnn import pad_sequence
+
+        tiles = [of["pixel_values"][0] for of in of_images]
+        sizes = torch.cat([of["image_sizes"] for of in of_images])
+        return {"pixel_values": pad_sequence(tiles, batch_first=True), "image_sizes": sizes}
+
+
+class LlavaOnevision(LlavaNext):
+    """LlavaNext with a limit of tokens. An image has other tokens if the conversation has a second
+    one."""
+
+    max_images = 1
+
+
+# Kind of vision tower -> number of its tokens before those of patches.
+CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 # Value of model_type in config.json -> family.
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 GLM = ("glm4v", "glm4v_moe", "glm46v")
@@ -291,6 +377,9 @@ FAMILIES: dict[str, type[ImageFamily]] = {
     "internvl": InternVL,
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics3),
     "gemma3": Gemma3,
+    "llava": Llava,
+    "llava_next": LlavaNext,
+    "llava_onevision": LlavaOnevision,
 }
 
 
@@ -299,7 +388,6 @@ BIDIRECTIONAL = "the tokens of an image attend to later ones, and attention here
 REFUSED = {
     "gemma4": f"in some sizes {BIDIRECTIONAL}",
     "gemma4_unified": f"in some sizes {BIDIRECTIONAL}",
-    "llava_onevision": "an image has other tokens once a conversation has a second image",
     "kimi_k25": "transformers reads its images with torchvision alone",
 }
 

@@ -247,10 +247,6 @@ class EmbeddedEngine(Engine):
     ) -> Completion:
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens)
-        if images and not self._slots.is_batched:
-            raise ValueError(
-                f"{type(self.model).__name__} is sampled row by row, which takes no images"
-            )
         assert not adapter or adapter in self.adapter_versions, adapter
         completion = begun or Completion()
         random_bits = random.Random(seed).getrandbits
@@ -496,7 +492,8 @@ class EmbeddedEngine(Engine):
             ready = [request for request in left if request.is_ready]
             ready.sort(key=lambda request: request.num_new)
             self._place(ready)
-            for chunk in prefill_chunks(request for request in ready if request.num_new):
+            new = [request for request in ready if request.num_new]
+            for chunk in prefill_chunks(new) if self._slots.is_batched else ([r] for r in new):
                 self._prefill(chunk)
             left = [request for request in left if request.row < 0]
         del self._waiting[: len(started)]
@@ -613,7 +610,7 @@ class EmbeddedEngine(Engine):
         return Sight(
             position_ids=(positions if num_axes > 1 else positions[0]).to(self.model.device),
             model=self._vision.model if seen else None,
-            tensors=self._vision.tensors(seen),
+            tensors=self._vision.tensors(seen) | self._vision.token_types(ids),
             blocks=blocks,
             in_full_attention=family.sees_ahead == "everywhere",
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from rl_core.engines.kv_slots import SlotModel, evaluating, logits_of
+from rl_core.engines.kv_slots import Sight, SlotModel, evaluating, logits_of
 from rl_core.learning.padded_forward import ERRORS, own_attention, own_layers
 from rl_core.models import attention
 from rl_core.models.attention import set_attention
@@ -118,21 +118,27 @@ class RowModel:
         length: int,
         sizes: Tensor | None = None,
         is_even: bool = False,
+        sight: Sight | None = None,
     ) -> Tensor:
-        """[n, S, hidden size]; every position has the hidden state of the row's last token."""
+        """[n, S, hidden size]; every position has the hidden state of the row's last token.
+        `sight`: of one row if it has images."""
         nums = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
         hidden = []
-        for row, ids, size in zip(range(rows.start, rows.stop), tokens, nums, strict=True):
+        for number, (ids, size) in enumerate(zip(tokens, nums, strict=True)):
+            row = rows.start + number
             kept = None if starts is None else cache.rows[row]
-            last, cache.rows[row] = self.read(
-                input_ids=ids[None, :size], use_cache=True, **{self.cache_name: kept}
-            )
+            inputs = {"input_ids": ids[None, :size], self.cache_name: kept}
+            if sight is not None:
+                positions = sight.position_ids[..., number : number + 1, :size]
+                inputs |= {"position_ids": positions, **sight.tensors}
+            decoder = self.decoder if sight is None else sight.model or self.decoder
+            last, cache.rows[row] = self.read(decoder, use_cache=True, **inputs)
             hidden.append(last)
         return torch.stack(hidden)[:, None].expand(-1, tokens.shape[1], -1)
 
-    def read(self, **inputs: object) -> tuple[Tensor, Cache]:
+    def read(self, decoder: PreTrainedModel, **inputs: object) -> tuple[Tensor, Cache]:
         """([hidden size] of the last token, the updated cache)"""
-        out = self.decoder(**inputs)
+        out = decoder(**inputs)
         return out.last_hidden_state[0, -1], out[self.cache_name]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -143,7 +149,7 @@ class OwnHeadModel(RowModel):
     """A RowModel for a head that cannot be computed outside of the model. Its hidden states are
     logits, in the model's dtype."""
 
-    def read(self, **inputs: object) -> tuple[Tensor, Cache]:
+    def read(self, decoder: PreTrainedModel, **inputs: object) -> tuple[Tensor, Cache]:
         out = self.model(**inputs)
         return out.logits[0, -1].float(), out[self.cache_name]
 

@@ -101,8 +101,8 @@ class Vision:
         return {name: tensor.to(device) for name, tensor in made.items()}
 
     def token_types(self, ids: Tensor) -> dict[str, Tensor]:
-        """The argument that marks tokens of images for transformers' own attention, if they see later
-        ones."""
+        """The argument that marks tokens of images for transformers' own attention, for families in
+        which they see later ones."""
         name = self.family.types_argument
         return {name: (ids < 0).int().to(self.models[0].device)} if name else {}
 

@@ -22,13 +22,6 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
         engine = engine_factory(config, engine=made).classes[name]
         if not engine.sees:
             return f"{engine.__name__} takes no images; take --engine embedded"
-        family = load_family(str(config.actors[name].model), config.data.max_image_pixels)
-        if trained and not isinstance(family, str) and family.is_recurrent:
-            return (
-                f"{engine.__name__} samples {family.config.model_type} row by row, which takes no "
-                "images; train it with --algorithm sft or dpo, or take a model without linear "
-                "attention"
-            )
     if any(actor.ranks for actor in config.actors.values()):
         return "--actors.NAME.ranks takes no images; leave it out"
     if not trained:

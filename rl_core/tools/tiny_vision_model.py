@@ -81,6 +81,7 @@ DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
 TILE = {"image_size": 8}
+GRIDS = [[8, 16], [16, 8], [16, 16]]  # Heights and widths of LLaVA's tiles.
 TILES = {
     "size": {"longest_edge": 16},
     "max_image_size": {"longest_edge": 8},
@@ -150,6 +151,26 @@ VISION_MODELS: dict[str, VisionModel] = {
         preprocessor={"image_processor_type": "SmolVLMImageProcessor"} | TILES,
         tokens=TILE_TOKENS,
     ),
+    **{
+        arch: VisionModel(
+            tower=LAYERS | TILE | {"model_type": f"{kind}_vision_model"},
+            text={"model_type": "qwen2"},
+            has_axes=False,
+            config={"image_grid_pinpoints": GRIDS},
+            preprocessor={
+                "image_processor_type": f"{name}ImageProcessor",
+                "image_grid_pinpoints": GRIDS,
+                "size": {"height": 8, "width": 8} if kind == "siglip" else {"shortest_edge": 8},
+                "crop_size": None if kind == "siglip" else {"height": 8, "width": 8},
+            },
+            image="<|image_pad|>",
+        )
+        for arch, kind, name in (
+            ("llava", "clip", "Llava"),
+            ("llava_next", "clip", "LlavaNext"),
+            ("llava_onevision", "siglip", "LlavaOnevision"),
+        )
+    },
     # An image has 2 x 2 tokens; the first layer's window is shorter.
     "gemma3": VisionModel(
         tower=LAYERS | {"model_type": "siglip_vision_model", "image_size": 16},

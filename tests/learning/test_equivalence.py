@@ -157,8 +157,20 @@ def gemma3(image, rows: int, columns: int) -> list[int]:
     return [8, 8, 108, *[-image.key] * 4, 109, 8, 8]
 
 
+def llava(image, rows: int, columns: int) -> list[int]:
+    return [-image.key] * 4
+
+
+def llava_next(image, rows: int, columns: int) -> list[int]:
+    """One tile of four tokens, then the rows of two by two tiles without those of padding, each with
+    a token at its end."""
+    num = {(2, 3): 2 * 5, (4, 4): 4 * 5, (1, 5): 0, (3, 2): 4 * 3}[rows, columns]
+    return [-image.key] * (4 + num)
+
+
 FRAMES = {"mistral3": mistral3, "internvl": internvl, "idefics3": idefics3, "gemma3": gemma3}
-TWO_RANKS = ("gemma3",)  # Families with forwards of their own.
+FRAMES |= {"llava": llava, "llava_next": llava_next, "llava_onevision": llava_next}
+TWO_RANKS = ("gemma3", "llava_next")  # Families with forwards of their own.
 
 
 def pictures(model: str = "") -> list:
