@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -104,7 +104,6 @@ def make_learner(
             model,
             learner=config.learner,
             adapters=adapters,
-            trained_parts=split(config.learner.train),
             is_scoring=algorithm.is_scoring,
             is_served=bool(
                 adapters and engine_factory(config, engine=custom.engine).adapter_of(name)
@@ -148,12 +147,11 @@ def make_policy(
     is_frozen: bool = False,
     attention: str = "auto",
     is_served: bool = False,
-    trained_parts: Sequence[str] = (),
     max_image_pixels: int | None = None,
 ) -> Policy:
     """Weights that are trained in fp32, frozen ones in the dtype of compute; sharded over all ranks
     of a copy if there are several or compute is not in fp32. `learner`: memory and kernels.
-    `adapters`: by name. `trained_parts`: of a model that sees; empty: all."""
+    `adapters`: by name."""
     # The forward pass is made before the weights are read.
     forward_pass = make_forward(attention, ranks)
     learner, adapters = learner or LearnerConfig(), adapters or {}
@@ -192,10 +190,10 @@ def make_policy(
         support_logprobs=support_logprobs,
     )
     family = load_family(path, max_image_pixels)
-    if not isinstance(family, str) and not is_scoring:
+    if not isinstance(family, str):
         policy.vision = Vision(family, hf)
-    if trained_parts and not adapters:
-        freeze_parts(hf, trained_parts)
+    if learner.train and not adapters and hasattr(hf.config, "vision_config"):
+        freeze_parts(hf, split(learner.train))
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
         fsdp.shard_policy(policy, dtype, ranks, cpu_offload)

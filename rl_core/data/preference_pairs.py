@@ -115,16 +115,17 @@ def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
             "would not see where it ends; give the tokenizer another pad_token"
         )
     shared, samples = shared_length(*ids), []
-    for token_ids in ids:
+    for reply, token_ids in zip(replies, ids, strict=True):
         num = len(token_ids) + 1
         zeros = {
             "rollout_logprobs": np.zeros(num),
             "policy_versions": np.full(num, -1),
             "advantages": np.zeros(num),
         }
-        mask = np.arange(num) >= shared
         padded = np.array([*token_ids, 0])
-        samples.append(TrainingSample(token_ids=padded, loss_mask=mask, **zeros))
+        mask = (np.arange(num) >= shared) & (padded >= 0)
+        images = tuple(dict.fromkeys(chat.images_of(context + reply)))
+        samples.append(TrainingSample(token_ids=padded, loss_mask=mask, images=images, **zeros))
     return with_margin(samples, row)
 
 

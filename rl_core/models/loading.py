@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -14,6 +17,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from rl_core.config import Config
 from rl_core.data.pretrained import from_config, load_pretrained
@@ -66,6 +74,28 @@ def model_class(config: PretrainedConfig) -> type:
     )
 
 
+def classifier_class(config: PretrainedConfig) -> type:
+    """The class that loads a sequence classifier. transformers has none for most models that see:
+    theirs is the multimodal model with the head of transformers' other classifiers."""
+    kind = type(config)
+    has_none = kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if has_none and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return scored_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind])
+    return AutoModelForSequenceClassification
+
+
+@cache
+def scored_class(model: type) -> type:
+    """The classifier of a family, from the family's class with a language model's head."""
+    family = next(kind for kind in model.__mro__ if PreTrainedModel in kind.__bases__)
+    name = model.__name__.replace("ForConditionalGeneration", "ForSequenceClassification")
+    # Names of weights in older files.
+    if renamed := get_checkpoint_conversion_mapping(model.__name__):
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+    # transformers reads the source of the family's module to see that attention can be replaced.
+    return type(name, (GenericForSequenceClassification, family), {"__module__": family.__module__})
+
+
 def load_hf_model(
     path: str,
     dtype: torch.dtype | str,
@@ -80,11 +110,12 @@ def load_hf_model(
     options |= {"use_safetensors": True, "output_loading_info": True}
     options |= {"dtype": dtype, "ignore_mismatched_sizes": True}
     try:
+        config = load_model_config(path)
         if is_scoring:
-            family = AutoModelForSequenceClassification
+            family = classifier_class(config)
             options["num_labels"] = 1
         else:
-            family = model_class(load_model_config(path))
+            family = model_class(config)
         model, info = load_pretrained(family, path, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None

@@ -261,12 +261,13 @@ def tower_blocks(hf: PreTrainedModel) -> nn.ModuleList:
 
 
 def freeze_parts(hf: PreTrainedModel, trained: Sequence[str]) -> None:
-    """Freezes all parts of a model that sees but those of `trained`."""
+    """Freezes all parts of a model that sees but those of `trained` and a classifier's head."""
     head = hf.get_output_embeddings()
     text = {*backbone(hf).parameters(), *(() if head is None else head.parameters())}
     for name, parameter in hf.named_parameters():
         kind = "projector" if PROJECTOR.search(name) else "vision"
-        parameter.requires_grad_(("language" if parameter in text else kind) in trained)
+        is_trained = ("language" if parameter in text else kind) in trained
+        parameter.requires_grad_(is_trained or name.startswith("score."))
 
 
 def largest_list(modules: Iterable[nn.Module]) -> nn.ModuleList:

@@ -7,6 +7,7 @@ from rl_core.config.algorithm import SELF, is_url
 from rl_core.data.image_families import load_family
 from rl_core.engines.options import engine_factory
 from rl_core.plugin import CustomComponents
+from rl_core.types import InputImage
 
 
 def why_no_images(config: Config, name: str, custom: CustomComponents | None = None) -> str:
@@ -15,8 +16,6 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
     for flag, default in (("cp", 1), ("tp", 1), ("rollout_ranks", 0)):
         if getattr(config, flag) > default:
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
-    if config.algorithm == "rm":
-        return "--algorithm rm reads text alone; take --algorithm dpo, or rows without images"
     made = custom and custom.engine
     if config.is_rl and (made or config.engine != "auto"):  # Tools that do not sample choose none.
         engine = engine_factory(config, engine=made).classes[name]
@@ -26,18 +25,38 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
         return "--actors.NAME.ranks takes no images; leave it out"
     if not trained:
         return ""
-    if settings.critic.model:
-        return f"--critic.model={settings.critic.model} reads text alone"
-    if settings.algo.reference:
-        family = load_family(settings.algo.reference, config.data.max_image_pixels)
+    read_by = {"--critic.model": settings.critic.model, "--algo.reference": settings.algo.reference}
+    others = {f"{flag}={path}": path for flag, path in read_by.items() if path}
+    for teacher in settings.envs_by_teacher:
+        flag = f"--algo.teacher={teacher}"
+        if is_url(teacher):
+            return f"{flag}: {NO_SERVER}"
+        if teacher != SELF:
+            actor = config.actors.get(teacher)
+            others[flag] = str(actor.model if actor else teacher)
+    for flag, path in others.items():
+        if reason := why_other_tokens(str(config.actors[name].model), path, config):
+            return f"{flag}: {reason}"
+    return ""
+
+
+NO_SERVER = "requests to a server have no images; name the folder of a model that sees"
+# Height and width of images whose numbers of tokens are compared.
+SIZES = ((28, 28), (200, 333), (1000, 1000), (1080, 1920), (4000, 300))
+
+
+def why_other_tokens(model: str, other: str, config: Config) -> str:
+    """Reason why a second model cannot read the image tokens of an actor's model; "" if it can."""
+    families = [load_family(path, config.data.max_image_pixels) for path in (model, other)]
+    for family in families:
         if isinstance(family, str):
-            return f"--algo.reference={settings.algo.reference}: {family}"
-    teachers = settings.envs_by_teacher
-    for teacher in teachers:
-        if teacher == SELF or is_url(teacher) or len(teachers) > 1:
-            return f"--algo.teacher={teacher} takes no images; take one frozen model that sees"
-        path = config.actors[teacher].model if teacher in config.actors else teacher
-        family = load_family(str(path), config.data.max_image_pixels)
-        if isinstance(family, str):
-            return f"--algo.teacher={teacher}: {family}"
+            return family
+    for height, width in SIZES:
+        image = InputImage(key=1, url="", width=width, height=height)
+        ids, read = (family.expand(image) for family in families)
+        if ids != read:
+            return (
+                f"it reads an image of {width} x {height} pixels as {len(read)} tokens, and "
+                f"{model} as {len(ids)}; take a model of the same family and image processor"
+            )
     return ""

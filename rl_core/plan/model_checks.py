@@ -82,8 +82,6 @@ def check_trained_parts(
             f"{flag}: adapters are put into the language model alone; take --learner.train "
             "language, or leave out lora.rank"
         )
-    if settings.algorithm == "rm":
-        raise ValueError(f"{flag}: --algorithm rm trains the whole model; leave it out")
 
 
 def read_config(path: str) -> PretrainedConfig:

@@ -21,7 +21,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -31,7 +31,7 @@ from rl_core.data.chat import load_chat
 from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.pretrained import load_pretrained
 from rl_core.http_guard import MAX_LOCAL_STRANGERS, HttpServer, read_json
-from rl_core.types import Message
+from rl_core.types import InputImage, Message
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +57,14 @@ class RewardModel:
 
         from rl_core.distributed import this_device
         from rl_core.models.loading import max_positions
+        from rl_core.models.vision import Vision
 
         self.path, self.batch_tokens = path, batch_tokens
         self.device = this_device() if device is None else torch.device(device)
         self.model = load_classifier(path, self.device)
         self.chat = load_chat(path, chat_template)
+        family = self.chat.vision
+        self.vision = None if isinstance(family, str) else Vision(family, self.model)
         self.max_tokens = max_positions(self.model.config)[0] or math.inf
         self.lock = threading.Lock()  # Tokenizers are not thread-safe.
 
@@ -70,7 +73,16 @@ class RewardModel:
     ) -> list[float]:
         """A finite score of each conversation; higher means a better last reply. Raises ValueError
         for messages that the chat template refuses, and for more tokens than the model reads."""
-        return self.score_ids([self.token_ids(messages, tools) for messages in conversations])
+        ids = [self.token_ids(messages, tools) for messages in conversations]
+        return self.score_ids(ids, self.images_of(conversations))
+
+    def images_of(self, conversations: Sequence[list[Message]]) -> dict[int, InputImage]:
+        """The images of conversations by key."""
+        images: dict[int, InputImage] = {}
+        for messages in conversations:
+            for image in self.chat.images_of(canonical_messages(messages)):
+                images[image.key] = image
+        return images
 
     def token_ids(self, messages: list[Message], tools: list | None = None) -> list[int]:
         """The conversation's tokens as training scored them: rendered by the chat template."""
@@ -83,8 +95,11 @@ class RewardModel:
             )
         return ids
 
-    def score_ids(self, conversations: Sequence[list[int]]) -> list[float]:
-        """Like score(), for token ids. Conversations of similar length share a forward."""
+    def score_ids(
+        self, conversations: Sequence[list[int]], images: Mapping[int, InputImage]
+    ) -> list[float]:
+        """Like score(), for token ids, whose negative ones are of `images`. Conversations of
+        similar length share a forward."""
         scores = [math.nan] * len(conversations)
         waiting = sorted(range(len(conversations)), key=lambda i: len(conversations[i]))
         with self.lock:
@@ -92,7 +107,7 @@ class RewardModel:
                 # The longest, and as many shorter ones as fit when padded to its length.
                 num = max(1, self.batch_tokens // len(conversations[waiting[-1]]))
                 batch, waiting = waiting[-num:], waiting[:-num]
-                batch_scores = self.forward([conversations[i] for i in batch])
+                batch_scores = self.forward([conversations[i] for i in batch], images)
                 for i, score in zip(batch, batch_scores, strict=True):
                     scores[i] = score
         if not all(map(math.isfinite, scores)):
@@ -102,10 +117,13 @@ class RewardModel:
             )
         return scores
 
-    def forward(self, conversations: list[list[int]]) -> list[float]:
+    def forward(
+        self, conversations: list[list[int]], images: Mapping[int, InputImage]
+    ) -> list[float]:
         import torch
 
         from rl_core.models.logprobs import scores_of
+        from rl_core.models.policy import backbone
 
         rows = [torch.tensor(ids, device=self.device) for ids in conversations]
         last = torch.tensor([len(ids) - 1 for ids in conversations], device=self.device)
@@ -113,8 +131,14 @@ class RewardModel:
         mask = (torch.arange(input_ids.shape[1], device=self.device) <= last[:, None]).long()
         # The classifier's forward would look for a padding token, which may also end a
         # conversation.
+        arguments = {"input_ids": input_ids}
+        if self.vision is not None:
+            arguments = self.vision.padded(input_ids, images)
+        # Without an image the multimodal model would continue the positions of its last images.
+        is_seen = self.vision is not None and self.vision.is_seen(arguments)
+        decoder = self.model.base_model if is_seen else backbone(self.model)
         with torch.inference_mode():
-            out = self.model.base_model(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            out = decoder(**arguments, attention_mask=mask, use_cache=False)
             hidden = out.last_hidden_state[torch.arange(len(rows), device=self.device), last]
             return scores_of(self.model, hidden).tolist()
 
@@ -123,14 +147,14 @@ def load_classifier(path: str, device: torch.device) -> PreTrainedModel:
     """The model with its head in fp32. Loads weights only from safetensors, and code only from
     transformers."""
     import torch
-    from transformers import AutoModelForSequenceClassification
+
+    from rl_core.models.loading import classifier_class, load_model_config
 
     options = {"use_safetensors": True, "output_loading_info": True}
     dtype = torch.float32 if device.type == "cpu" else "auto"
     try:
-        model, info = load_pretrained(
-            AutoModelForSequenceClassification, path, dtype=dtype, **options
-        )
+        kind = classifier_class(load_model_config(path))
+        model, info = load_pretrained(kind, path, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"model {path!r} cannot score: {str(error).splitlines()[0]}") from None
     why = [f"it lacks {name}" for name in sorted(info["missing_keys"])]
@@ -197,13 +221,16 @@ class ScoreServer:
     def __init__(self, model: RewardModel):
         self.model, self.turn = model, asyncio.Lock()
         self.waiting: list[tuple[list[list[int]], asyncio.Future]] = []
+        self.images: dict[int, InputImage] = {}  # Of the requests that wait.
 
     async def classify(self, request):
         asked = await read_json(request)
         try:
             messages, tools = asked["messages"], asked.get("tools")
             conversations = [messages] if isinstance(messages[0], dict) else messages
-            scores = await self.scores([self.model.token_ids(m, tools) for m in conversations])
+            ids = [self.model.token_ids(m, tools) for m in conversations]
+            self.images |= self.model.images_of(conversations)
+            scores = await self.scores(ids)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
         data = [{"index": i, "score": score} for i, score in enumerate(scores)]
@@ -218,9 +245,10 @@ class ScoreServer:
         async with self.turn:
             if not answer.done():
                 jobs, self.waiting = self.waiting, []
+                images, self.images = self.images, {}
                 try:
                     asked = [ids for conversations, _ in jobs for ids in conversations]
-                    scores = iter(await asyncio.to_thread(self.model.score_ids, asked))
+                    scores = iter(await asyncio.to_thread(self.model.score_ids, asked, images))
                     for conversations, future in jobs:
                         future.set_result([next(scores) for _ in conversations])
                 except Exception as error:  # Every caller gets the error; the server continues.

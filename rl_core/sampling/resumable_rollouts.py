@@ -199,8 +199,9 @@ def with_loaded_images(row: JSONObject, folder: Path) -> JSONObject:
 
 def load_images(trajectory: JSONObject, folder: Path) -> None:
     """Reads the images of a trajectory's messages from files in `folder`."""
-    loaded = loaded_messages(trajectory["messages"], folder)
-    trajectory["messages"] = trajectory["messages"] if loaded is None else loaded
+    for key in ("messages", "teacher_messages"):
+        loaded = loaded_messages(trajectory[key], folder)
+        trajectory[key] = trajectory[key] if loaded is None else loaded
 
 
 def read_groups(

@@ -11,6 +11,7 @@ from typing import cast
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
+from rl_core.data.images import images_of
 from rl_core.data.messages import canonical_messages, shorten
 from rl_core.data.tasks import row_variables
 from rl_core.models.loading import load_model_config, max_positions
@@ -162,9 +163,11 @@ def check_length(t: Trajectory, ids: Sequence[list[int]], limit: int, name: str)
 
 
 def turns_as_read(t: Trajectory) -> list[Turn]:
-    """The turns with the teacher's prompts."""
+    """The turns with the teacher's prompts. Images of both prompts are with the first turn."""
     prompts, turns = iter(t.teacher_ids), []
+    images = tuple(images_of(t.teacher_messages))
     for number, turn in enumerate(t.turns):
-        is_first = turn.is_fresh or not number
-        turns.append(replace(turn, new_ids=next(prompts)) if is_first else turn)
+        if turn.is_fresh or not number:
+            turn = replace(turn, new_ids=next(prompts), images=images + turn.images)
+        turns.append(turn)
     return turns

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kit import STOP, embedded, metrics, run, steps
-from oracle import chosen, frozen, inputs
+from oracle import chosen, frozen, inputs, scores
 from PIL import Image
 from test_runs import assert_same_weights, lasting
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
@@ -29,13 +29,18 @@ from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+from rl_core.config import parse_config
 from rl_core.data.chat import Chat, TokenStream, load_chat
 from rl_core.data.image_families import load_family
-from rl_core.data.images import read_image
+from rl_core.data.images import read_image, with_images
 from rl_core.data.messages import canonical_messages
+from rl_core.data.preference_pairs import scored_pair
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tables import read_episodes
+from rl_core.data.tasks import prompt_messages
 from rl_core.models.vision import Vision
+from rl_core.plan.image_checks import why_no_images
+from rl_core.rewards.reward_model import RewardModel
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sampling.resumable_rollouts import FILE, read_groups, read_trajectories
 from rl_core.tools.cli import main
@@ -455,10 +460,50 @@ def test_options_that_take_no_images_are_refused_with_the_row(
     assert reason in error and "rows.jsonl" in error, error
 
 
-def test_reward_models_are_refused_the_row_with_an_image(folder, make_model, capsys):
-    pair = {"prompt": "Which?", "image": "1.png", "chosen": "yes", "rejected": "no"}
-    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
-    flags = ["--algorithm", "rm", "--model", make_model("qwen2_5_vl"), "--tasks_per_step", "1"]
-    run(folder / "run", *flags, "--data.train", folder / "pairs.jsonl", status=1)
-    error = capsys.readouterr().err
-    assert "row 1 of" in error and "--algorithm rm reads text alone" in error, error
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--algorithm ppo --critic.model TEXT", "--critic.model=TEXT: model TEXT (qwen3) reads"),
+        ("--algo.reference TILES", "--algo.reference=TILES: it reads an image of 28 x 28 pixels"),
+        ("--algo.teacher TEXT", "--algo.teacher=TEXT: model TEXT (qwen3) reads text alone"),
+        (
+            "--algo.teacher http://a:1",
+            "--algo.teacher=http://a:1: requests to a server have no images",
+        ),
+        ("--algo.teacher self", ""),
+        ("--algorithm ppo --critic.model SAME --algo.reference SAME --algo.teacher SAME", ""),
+    ],
+)
+def test_second_models_read_the_image_tokens_of_the_actors_model(flags, reason, make_model):
+    models = {"SAME": "qwen2_5_vl", "TEXT": "qwen3", "TILES": "internvl"}
+    sizes = "--env_path x.py --out x --engine embedded --max_prompt_tokens 16 --max_tokens 16"
+    model = make_model("qwen2_5_vl")
+    for name, arch in models.items():
+        path = str(make_model(arch, hidden=32 if name == "SAME" else 64))
+        flags, reason = flags.replace(name, path), reason.replace(name, path)
+    config = parse_config([*f"--model {model} {sizes} {flags}".split()])
+    assert why_no_images(config, "policy").startswith(reason)
+    assert bool(reason) == bool(why_no_images(config, "policy"))
+
+
+def test_a_reward_model_learns_from_images_and_scores_them(folder, make_model):
+    rows = [
+        {"prompt": f"{number}?", "images": [f"{n}.png" for n in range(number % 3)]}
+        | {"chosen": "yes", "rejected": "no"}
+        for number in range(4)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--algorithm", "rm", "--model", make_model("qwen2_5_vl"), "--optim.lr 1e-2"]
+    flags += ["--data.train", folder / "pairs.jsonl", "--tasks_per_step 4 --num_steps 2"]
+    path = str(run(folder / "run", *flags) / "hf/policy")
+    model, hf = RewardModel(path, "cpu"), frozen(path, is_scoring=True)
+    talks, expected = [], []
+    for row in (*rows, rows[0]):
+        row = with_images(row, folder)
+        talk = [*prompt_messages(row), {"role": "assistant", "content": "yes"}]
+        talks.append(talk)
+        expected.append(scores(hf, scored_pair(model.chat, row)[0])[-1].item())
+    assert model.score(talks) == pytest.approx(expected, abs=1e-5)
+    assert np.std(expected) > 1e-3
+    # Texts after images have positions from 0.
+    assert model.score(talks[:1]) == pytest.approx(expected[:1], abs=1e-5)

@@ -248,7 +248,7 @@ def test_requests_that_wait_share_a_forward_and_its_failure(reward_model):
         threading.Event(),
     )
 
-    def score_ids(conversations):
+    def score_ids(conversations, images):
         calls.append(conversations)
         started.set()
         assert may_go.wait(30)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import PIL.Image
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -46,10 +47,17 @@ def frozen(path: str, is_scoring: bool = False):
     kind = AutoModelForSequenceClassification if is_scoring else AutoModelForCausalLM
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "image_token_id"):
+        options.pop("num_labels", None)
         kind = AutoModelForImageTextToText
     if config.model_type == "gemma2":  # The default of older transformers bounds no scores.
         options["attn_implementation"] = "eager"
-    return kind.from_pretrained(path, **options).eval()
+    model = kind.from_pretrained(path, **options).eval()
+    if is_scoring and not hasattr(model, "score"):
+        # transformers has no classifier that sees: its model without a head, and the head.
+        head = load_file(f"{path}/model.safetensors")["score.weight"]
+        model.score = torch.nn.Linear(head.shape[1], 1, bias=False, dtype=torch.float64)
+        model.score.weight.data.copy_(head)
+    return model
 
 
 class Policy:
@@ -103,7 +111,7 @@ def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
     placeholder = getattr(hf.config, "image_token_id", None)
     if placeholder is not None:
         ids = ids.masked_fill(ids == placeholder, 0)
-    if not s.images:
+    if not (ids < 0).any():
         return {"input_ids": ids}
     known = {image.key: image for image in s.images}
     keys = [key for key, _ in itertools.groupby((-ids[ids < 0]).tolist())]
@@ -150,8 +158,8 @@ def entropies(logp: Tensor) -> Tensor:
 
 def scores(hf, s) -> Tensor:
     """[m] the classifier's output at the token before each trained one."""
-    ids = torch.from_numpy(s.token_ids[None, :-1])
-    hidden = hf.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    arguments = inputs(hf, s, torch.from_numpy(s.token_ids[None, :-1]))
+    hidden = hf.base_model(**arguments, use_cache=False).last_hidden_state[0]
     return hf.score(hidden)[:, 0][torch.from_numpy(s.loss_mask[1:])]
 
 
@@ -222,7 +230,8 @@ class Oracle:
         for name in ("token_ids", "loss_mask", "rollout_logprobs", "advantages"):
             start = s.teacher_ids if name == "token_ids" else [0] * before
             columns[name] = [*start, *getattr(s, name)[first:]]
-        read = type(s)(**columns, policy_versions=columns["loss_mask"], kept_ids=s.kept_ids)
+        columns["policy_versions"] = columns["loss_mask"]
+        read = type(s)(**columns, kept_ids=s.kept_ids, images=s.images)
         return self.model, read
 
     def advantages(self, s, rollout: Tensor, ref: Tensor | None) -> Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from datasets import Dataset
 from kit import answer, assert_same, make_learner, of_ranks, sample
 from models_table import make_family
 from oracle import Oracle, old_logprobs, rollout_logprobs
+from safetensors.torch import load_file, save_file
 from test_experts import imitated
 from test_learner import ragged_samples
 from test_trees import forest
@@ -86,11 +89,28 @@ def make_models(folder: Path) -> None:
         draw_model(folder / name, arch, seed, name == "critic", **changes)
 
 
+def add_score(folder: Path, model: Path) -> None:
+    """Copies a model that sees, with the head of a classifier, in the shape of an export."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(1)
+    weights["score.weight"] = 0.1 * torch.randn((1, 48), generator=draw)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    names = [config["architectures"][0].replace("ConditionalGeneration", "SequenceClassification")]
+    text = json.dumps(config | {"architectures": names, "id2label": {"0": "LABEL_0"}})
+    (folder / "config.json").write_text(text)
+
+
 @pytest.fixture(scope="session")
 def models(made_once, make_model) -> Callable[[str], str]:
     """models(name) -> folder of a model of MODELS, or a tiny one of a family."""
 
     def get(name: str) -> str:
+        if name.startswith("scorer"):
+            arch = name.partition(" ")[2] or "qwen2_5_vl"
+            model = make_model(arch, hidden=48, seed=2)
+            return str(made_once(f"scorer_{arch}", lambda folder: add_score(folder, model)))
         if name in MODELS:
             return str(made_once("equivalence_models", make_models) / name)
         if name in VISION_MODELS:
@@ -256,7 +276,10 @@ def make_samples(kind: str, level: float, is_truncated: bool) -> list:
             ids = {token, *draw.sample(range(104), draw.randint(0, KEPT - 1))}
             lines.append(" ".join(map(str, sorted(ids))))
         read = np.array([9, 10, 11 + number]) if number % 3 else None
-        more = {"teacher_ids": read, "kept_ids": lines or None, "env": "xyz"[number % 3]}
+        more: dict = {"teacher_ids": read, "kept_ids": lines or None, "env": "xyz"[number % 3]}
+        if read is not None and kind == "pictures":
+            image, seen = picture(90 + number)
+            more |= {"teacher_ids": np.array([9, *seen, 10]), "images": (*s.images, image)}
         samples.append(dataclasses.replace(s, **more))
     return samples
 
@@ -294,6 +317,7 @@ OF_ENVS = "--env_path x.py,y.py,z.py --envs.y.teacher JUDGE --envs.z.teacher non
 CRITIC = "--critic.model CRITIC --critic.lr 1"
 PPO = f"--algorithm ppo {CRITIC}"
 PAIRS = {"samples": ("pairs",), "layouts": ("", "pairs")}
+TAUGHT_BY_SEER = TAUGHT.replace("OTHER", "SEER")
 AUX = "--actors.policy.router_aux_loss_coef 0.5"
 REPLAY = "--actors.policy.router_replay true"
 SEEN = ("", "recompute", "microbatches")
@@ -379,6 +403,47 @@ CASES = {
     "images, dpo": Case(
         "--algorithm dpo --algo.reference SEER", ("picture pairs",), "qwen3_vl", layouts=("",)
     ),
+    "images, ppo": Case(
+        f"{PPO.replace('CRITIC', 'SCORER')} --algo.reference SEER --algo.kl_coef 0.1",
+        ("pictures",),
+        "qwen2_5_vl",
+        layouts=("", "recompute", "joined"),
+        meshes=("dp",),
+    ),
+    "images, teacher": Case(
+        f"{TAUGHT_BY_SEER} --algo.teacher_loss forward_kl --sampling.temperature 0.6",
+        ("pictures",),
+        "qwen2_5_vl",
+        layouts=("",),
+        meshes=("dp",),
+    ),
+    "images, self": Case(SELF, ("pictures",), "qwen2_5_vl", layouts=("recompute",)),
+    "images, envs": Case(
+        f"{TAUGHT_BY_SEER} --algo.teacher_update latest --env_path x.py,y.py,z.py "
+        "--envs.y.teacher self --envs.z.teacher self",
+        ("pictures",),
+        "qwen2_5_vl",
+        layouts=("",),
+        meshes=("dp",),
+    ),
+    **{
+        f"images, rm, {name}": Case(
+            "--algorithm rm", ("picture pairs",), f"scorer {name}", layouts=("",), meshes=("dp",)
+        )
+        for name in ("qwen3_vl", "qwen3_5")
+    },
+    "language, ppo": Case(
+        f"{PPO.replace('CRITIC', 'SCORER')} --learner.train projector,language",
+        ("pictures",),
+        "qwen2_5_vl",
+        layouts=("recompute",),
+    ),
+    "vision, rm": Case(
+        "--algorithm rm --learner.train vision",
+        ("picture pairs",),
+        "scorer qwen3_vl",
+        layouts=("",),
+    ),
     "qwen3_vl": Case(
         "--algorithm sft", ("pictures",), "qwen3_vl", layouts=(*SEEN, "joined"), meshes=("dp",)
     ),
@@ -430,7 +495,7 @@ ON_MESHES = [(name, mesh) for name, case in CASES.items() for mesh in case.meshe
 
 def flags_of(case: Case, models: Callable[[str], str]) -> str:
     flags = case.flags
-    for name in ("other", "judge", "critic", "seer"):
+    for name in ("other", "judge", "critic", "seer", "scorer"):
         if name.upper() in flags:
             flags = flags.replace(name.upper(), models(name))
     return flags
@@ -475,7 +540,7 @@ def expected(models) -> Callable[[str, str], tuple]:
         samples = make_samples(kind, case.level, "top_k" in case.flags)
         loss, grads = Oracle(learner.config, learner.algorithm, case.level)(samples)
         if (parts := learner.config.learner.train) is not None:
-            grads = {n: g for n, g in grads.items() if named_part(n) in parts.split(",")}
+            grads = {n: g for n, g in grads.items() if named_part(n) in ["", *parts.split(",")]}
         return loss, grads
 
     return get
@@ -483,6 +548,8 @@ def expected(models) -> Callable[[str, str], tuple]:
 
 def named_part(weight: str) -> str:
     """The part of a Qwen-VL model that has this weight."""
+    if "score." in weight:  # A head is always trained.
+        return ""
     if "visual." not in weight:
         return "language"
     return "projector" if "merger" in weight else "vision"
@@ -521,7 +588,7 @@ def compare(ranks: Ranks, folder: str, paths: str) -> dict:
 def on_two_ranks(models, tmp_path_factory) -> Callable[[str, str], list]:
     """on_two_ranks(case, mesh) -> (loss, gradients) of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    names = {*MODELS, *(case.model for case in CASES.values())}
+    names = {*MODELS, "seer", "scorer", *(case.model for case in CASES.values())}
     paths = "|".join(f"{name}={models(name)}" for name in sorted(names))
 
     losses = of_ranks(2, __file__, "compare", folder, paths, timeout_s=300)

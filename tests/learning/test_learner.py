@@ -175,7 +175,6 @@ def test_fewer_samples_than_ranks_leave_bins_empty():
         ("qwen2_5_vl", "tower", "--learner.train=tower: name some of vision,projector,language"),
         ("qwen3", "vision", "reads text alone; leave it out"),
         ("qwen3_vl", "vision,language --actors.policy.lora.rank 2", "the language model alone"),
-        ("qwen2_vl", "language --algorithm rm", "trains the whole model; leave it out"),
     ],
 )
 def test_parts_that_cannot_be_trained_are_refused(arch, flags, why, make_model):

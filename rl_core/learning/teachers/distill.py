@@ -183,7 +183,8 @@ class TeacherRouter(Teacher):
         is_read = [sample.env in self.envs for sample in samples]
         read = [sample for sample, is_here in zip(samples, is_read, strict=True) if is_here]
         rows = torch.tensor(is_read, dtype=torch.bool)[batch.sequences].nonzero()[:, 0]
-        return to_device(pack_samples(read), self.ranks.device), rows.to(self.ranks.device)
+        packed = read_like(batch, pack_samples(read))
+        return to_device(packed, self.ranks.device), rows.to(self.ranks.device)
 
 
 class SampledTeacher(LearnerExtension):
@@ -279,6 +280,14 @@ class ExactTeacher(SampledTeacher):
     def metrics(self) -> dict[str, Metric]:
         sums, self.sums = self.sums, {}
         return sums
+
+
+def read_like(batch: PackedBatch, read: PackedBatch) -> PackedBatch:
+    """The batch that a teacher reads, marked like the learner's batch if another rank has images:
+    all ranks then run the vision tower together."""
+    if read.images is None and batch.images is not None:
+        read = replace(read, images={})
+    return read
 
 
 def teacher_input(batch: PackedBatch, read: ReadBatch | None) -> PackedBatch:

@@ -19,7 +19,7 @@ from rl_core.learning.advantages import MakeSamples
 from rl_core.learning.learner import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.learning.sequence_shards import shard_sequences
-from rl_core.learning.teachers.distill import ModelTeacher, ReadBatch, TeacherOutput
+from rl_core.learning.teachers.distill import ModelTeacher, ReadBatch, TeacherOutput, read_like
 from rl_core.models.policy import Policy
 from rl_core.sampling.teacher_prompts import turns_as_read
 from rl_core.types import PackedBatch, TrainingSample, Trajectory
@@ -52,7 +52,7 @@ class SelfTeacher(ModelTeacher):
         read_samples = [as_teacher_reads(s) for s in samples if s.teacher_ids is not None]
         rows = torch.tensor(is_taught, dtype=torch.bool)[batch.sequences].nonzero()[:, 0]
         mesh, device = self.ranks.mesh, self.ranks.device
-        read = pack_samples(read_samples, mesh.cp)
+        read = read_like(batch, pack_samples(read_samples, mesh.cp))
         if mesh.cp > 1:
             read = shard_sequences(read, self.ranks)
         return to_device(read, device), rows.to(device)
@@ -77,6 +77,7 @@ def as_teacher_reads(sample: TrainingSample) -> TrainingSample:
         rollout_logprobs=zeros,
         policy_versions=zeros,
         advantages=zeros,
+        images=sample.images,
     )
 
 
@@ -105,5 +106,5 @@ def taught_samples(
     read = samples_from_turns(turns_as_read(t), 0.0, t.group_id, before)
     for sample, same in zip(samples, read, strict=True):
         ids = same.token_ids[: int(same.loss_mask.argmax())]
-        taught.append(dataclasses.replace(sample, teacher_ids=ids))
+        taught.append(dataclasses.replace(sample, teacher_ids=ids, images=same.images))
     return taught
