@@ -164,7 +164,8 @@ def make_policy(
     make: Callable[..., Policy] = Policy
     quantized, weights = {}, {}
     if adapters:
-        make = partial(lora.AdapterPolicy, adapters, path, is_served)
+        parts = split(learner.train) or lora.LANGUAGE
+        make = partial(lora.AdapterPolicy, adapters, path, is_served, parts)
         quantized = lora.quantization(adapters, dtype, ranks.device)
     elif ranks.mesh.tp > 1:
         from rl_core.parallel.tensor_parallel import TensorParallelPolicy

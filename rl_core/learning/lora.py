@@ -4,7 +4,7 @@ arXiv:2106.09685). W may be held in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from rl_core.data.rows import replaced
 from rl_core.distributed import Ranks
 from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
-from rl_core.models.policy import Outputs, Policy, backbone
+from rl_core.models.policy import Outputs, Policy, backbone, seeing_part
 from rl_core.models.weight_gathering import gathered_weights
 from rl_core.parallel.fsdp import local_slices
 from rl_core.types import PackedBatch, counter_seed
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
     import peft
     from peft.tuners.lora import LoraLayer
 
+Parts = Sequence[str]  # Of a model that sees: vision, projector, language.
+LANGUAGE = ("language",)
 EXPERTS = "experts"  # A target in addition to linear layers.
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 # Model types for which peft refuses out_proj.
 STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
-def check_lora(lora: LoraConfig, model_config: PretrainedConfig) -> None:
-    """Raises ValueError if the model has no such layers, before any weight is read."""
+def check_lora(lora: LoraConfig, model_config: PretrainedConfig, parts: Parts = LANGUAGE) -> None:
+    """Raises ValueError if the model has no such layers, before any weight is read. `parts`: those
+    that get adapters."""
     model = on_meta(model_config)
-    known = set(map(last_name, linear_layers(model)))
+    known = set(map(last_name, linear_layers(model, parts)))
     if not known:
         raise ValueError(
             f"--actors.policy.lora.rank={lora.rank}: this model has no linear layers "
@@ -81,21 +84,25 @@ def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
     return served.issuperset(target_names(lora, linear_layers(on_meta(config))))
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Name -> layer of the language model that may have an adapter. Not the head, since logprobs
-    use its plain weight; not experts, nor layers with their names, which peft mistakes for experts;
-    not routers and gates of one number."""
-    inside, left_out = set(backbone(model).modules()), set()
+def linear_layers(model: PreTrainedModel, parts: Parts = LANGUAGE) -> dict[str, nn.Linear]:
+    """Name -> layer of these parts that may have an adapter. Not the head, since logprobs use its
+    plain weight; not experts, nor layers with their names, which peft mistakes for experts; not
+    routers and gates of one number; not the convolution that reads pixels."""
+    text, left_out = set(backbone(model).modules()), set()
     if experts_of(model):
         left_out |= NAMED_AS_EXPERTS
     if model.config.model_type in STATE_SPACES:
         left_out.add("out_proj")
     layers = {}
+    inside = {*model.base_model.modules(), *text}
     for name, module in model.named_modules():
         is_router = type(module).__name__.endswith("Router")
         if module not in inside or not isinstance(module, nn.Linear) or is_router:
             continue
-        if module.out_features > 1 and last_name(name) not in left_out:
+        if module not in text:
+            if seeing_part(name) in parts:
+                layers[name] = module
+        elif "language" in parts and module.out_features > 1 and last_name(name) not in left_out:
             layers[name] = module
     return layers
 
@@ -136,16 +143,18 @@ class AdapterPolicy(Policy):
         adapters: dict[str, tuple[LoraConfig, int]],
         path: str,
         is_served: bool,
+        parts: Parts,
         hf: PreTrainedModel,
         **settings: Any,
     ):
-        """`adapters`: by name, each with its seed. `settings`: arguments of Policy()."""
+        """`adapters`: by name, each with its seed. `parts`: those that get adapters. `settings`:
+        arguments of Policy()."""
         import peft
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         super().__init__(hf, **settings)
         self.is_served = is_served
-        self.adapters = {n: peft_config(lora, hf, path) for n, (lora, _) in adapters.items()}
+        self.adapters = {n: peft_config(lora, hf, path, parts) for n, (lora, _) in adapters.items()}
         with warnings.catch_warnings():
             # The second actor's adapter is intended.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
@@ -210,18 +219,27 @@ class AdapterPolicy(Policy):
                 save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def peft_config(lora: LoraConfig, model: PreTrainedModel, path: str) -> peft.LoraConfig:
+def peft_config(
+    lora: LoraConfig, model: PreTrainedModel, path: str, parts: Parts = LANGUAGE
+) -> peft.LoraConfig:
     """peft's configuration of an adapter for the model at `path`, which has no adapter yet."""
     import peft
 
     text = backbone(model)
-    inside = next(name for name, module in model.named_modules() if module is text)
-    return peft.LoraConfig(
+    layers = linear_layers(model, parts)
+    names, exclude = target_names(lora, layers), None
+    if tuple(parts) != LANGUAGE:
+        # Last names, such as proj, are also those of convolutions and of other parts.
+        names = [name for name in layers if last_name(name) in names]
+    elif text is not model.base_model:
         # Excludes the rest of a multimodal model.
-        exclude_modules=None if text is model.base_model else rf"(?!{inside}\.).*",
+        inside = next(name for name, module in model.named_modules() if module is text)
+        exclude = rf"(?!{inside}\.).*"
+    return peft.LoraConfig(
+        exclude_modules=exclude,
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # peft takes floats.
-        target_modules=target_names(lora, linear_layers(model)) or None,
+        target_modules=names or None,
         target_parameters=experts_of(model) if has_experts(lora) else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,

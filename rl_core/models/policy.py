@@ -265,9 +265,13 @@ def freeze_parts(hf: PreTrainedModel, trained: Sequence[str]) -> None:
     head = hf.get_output_embeddings()
     text = {*backbone(hf).parameters(), *(() if head is None else head.parameters())}
     for name, parameter in hf.named_parameters():
-        kind = "projector" if PROJECTOR.search(name) else "vision"
-        is_trained = ("language" if parameter in text else kind) in trained
+        is_trained = ("language" if parameter in text else seeing_part(name)) in trained
         parameter.requires_grad_(is_trained or name.startswith("score."))
+
+
+def seeing_part(name: str) -> str:
+    """The part of a weight or module by its name, if it is not of the language model."""
+    return "projector" if PROJECTOR.search(name) else "vision"
 
 
 def largest_list(modules: Iterable[nn.Module]) -> nn.ModuleList:

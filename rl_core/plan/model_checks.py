@@ -36,15 +36,16 @@ def checked_chat(config: Config, name: str) -> Chat:
         from rl_core.learning.moe import check_experts
 
         check_experts(config, name, model_config)
-    if actor.is_trained and actor.lora.rank:
-        from rl_core.learning.lora import check_lora
-
-        check_lora(actor.lora, model_config)
-    check_kernels(config, model_config, actor.lora if actor.is_trained else None)
-    num_rows = model_config.get_text_config().vocab_size
     settings = config.of(name)
     if actor.is_trained and settings.learner.train is not None:
         check_trained_parts(settings, actor, model_config)
+    if actor.is_trained and actor.lora.rank:
+        from rl_core.learning.lora import LANGUAGE, check_lora
+
+        parts = split(settings.learner.train) or LANGUAGE
+        check_lora(actor.lora, model_config, parts)
+    check_kernels(config, model_config, actor.lora if actor.is_trained else None)
+    num_rows = model_config.get_text_config().vocab_size
     critic_model = settings.critic.model
     if actor.is_trained and critic_model:
         num_values = read_other(config, critic_model).get_text_config().vocab_size
@@ -77,11 +78,6 @@ def check_trained_parts(
         raise ValueError(f"{flag}: name some of {','.join(PARTS)}")
     if not hasattr(model_config, "vision_config"):
         raise ValueError(f"{flag}: model {actor.model} reads text alone; leave it out")
-    if actor.lora.rank and names != ["language"]:
-        raise ValueError(
-            f"{flag}: adapters are put into the language model alone; take --learner.train "
-            "language, or leave out lora.rank"
-        )
 
 
 def read_config(path: str) -> PretrainedConfig:

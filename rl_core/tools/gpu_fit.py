@@ -86,7 +86,7 @@ def fit_facts(plan: Plan, gpu_gib: float) -> JSONObject:
             "--gpu_gib counts one actor that learns, on the ranks that sample. Leave out --gpu_gib "
             "and add the tables of the actors on a GPU"
         )
-    size = model_size(config.actors[name])
+    size = model_size(config.actors[name], config.of(name).learner.train)
     fit = gpu_fit(plan, name, size, plan.mesh, gpu_gib)
     fixes = []
     for learners in (FULL, ADAPTERS) if fit.problems else ():

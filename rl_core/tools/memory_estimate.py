@@ -50,10 +50,12 @@ class Size(Widths):
     vocabulary: int  # V
 
 
-def model_size(actor: ActorConfig) -> Size:
-    """Sizes of an actor's model, made from its config.json on the meta device."""
+def model_size(actor: ActorConfig, parts: str | None = None) -> Size:
+    """Sizes of an actor's model, made from its config.json on the meta device. `parts`: those that
+    get adapters."""
     import torch
 
+    from rl_core.learning.lora import LANGUAGE, linear_layers
     from rl_core.models.loading import load_model_config, on_meta
 
     assert actor.model
@@ -62,11 +64,12 @@ def model_size(actor: ActorConfig) -> Size:
     text = hf.get_text_config()
     wanted = split(actor.lora.targets)
     linear = adapted = 0  # parameters; inputs and outputs of matrices that have an adapter
-    for name, module in model.base_model.named_modules():
+    for module in model.base_model.modules():
         if isinstance(module, torch.nn.Linear):
             linear += module.weight.numel()
-            if "all-linear" in wanted or name.rpartition(".")[2] in wanted:
-                adapted += module.in_features + module.out_features
+    for name, module in linear_layers(model, split(parts) or LANGUAGE).items():
+        if "all-linear" in wanted or name.rpartition(".")[2] in wanted:
+            adapted += module.in_features + module.out_features
     for name, weight in model.named_parameters():
         if "experts" in wanted and "experts" in name and weight.ndim == 3:
             adapted += weight.shape[0] * sum(weight.shape[1:])
@@ -233,7 +236,7 @@ def facts(plan: Plan) -> JSONObject:
     actors = {}
     for name in config.trained:
         actor, mesh = config.actors[name], meshes.get(name, plan.mesh)
-        size = model_size(actor)
+        size = model_size(actor, config.of(name).learner.train)
         table = rank_table(plan, name, size, mesh)
         actors[name] = {
             "model": actor.model,

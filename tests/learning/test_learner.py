@@ -174,7 +174,12 @@ def test_fewer_samples_than_ranks_leave_bins_empty():
     [
         ("qwen2_5_vl", "tower", "--learner.train=tower: name some of vision,projector,language"),
         ("qwen3", "vision", "reads text alone; leave it out"),
-        ("qwen3_vl", "vision,language --actors.policy.lora.rank 2", "the language model alone"),
+        (
+            "qwen3_vl",
+            "vision --actors.policy.lora.rank 2 --actors.policy.lora.targets q_proj",
+            "'q_proj' is not a linear layer of a block of this model; take some of all-linear, "
+            "linear_fc1, linear_fc2, proj, qkv",
+        ),
     ],
 )
 def test_parts_that_cannot_be_trained_are_refused(arch, flags, why, make_model):
