@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from rl_core.data.chat import Chat
+from rl_core.data.images import image_in_bytes, png_of
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner
@@ -16,15 +18,40 @@ from rl_core.metrics import Max
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import DRAWING, Actor, revived
 from rl_core.sampling.hooks import wait_for_all
-from rl_core.types import Completion, RunError, SamplingParams, TrainingSample, Turn, counter_seed
+from rl_core.types import (
+    Completion,
+    InputImage,
+    Message,
+    RunError,
+    SamplingParams,
+    TrainingSample,
+    Turn,
+    counter_seed,
+)
 
 if TYPE_CHECKING:
     from rl_core.actors import ActorRuntime
 
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 4
+Prompt = tuple[list[int], tuple[InputImage, ...]]
 # In nats. Kernels of engine and learner round differently.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+
+
+def image_prompts(chat: Chat, max_tokens: int) -> list[Prompt]:
+    """A prompt with a small image for a model that sees; [] if it has more tokens than
+    `max_tokens`, or the chat template renders no image of a user."""
+    if isinstance(chat.vision, str):
+        return []
+    picture = (37 * np.arange(16 * 16 * 3) % 256).astype(np.uint8).reshape(16, 16, 3)
+    parts = [{"type": "image", "image": image_in_bytes(png_of(picture)).url}]
+    messages: list[Message] = [{"role": "user", "content": parts}]
+    try:
+        ids, images = chat.prompt_ids(messages), chat.images_of(messages)
+    except ValueError:  # Rows with images raise the same error, with its reason.
+        return []
+    return [(ids, images)] if len(ids) <= max_tokens else []
 
 
 class Canary(Plugin):
@@ -63,10 +90,12 @@ class Canary(Plugin):
         vocabulary = learner.policy.hf.config.get_text_config().vocab_size
         num_ids = min(len(chat.tokenizer), vocabulary)
         size = min(PROMPT_TOKENS, speaker.max_context_tokens // 2)
-        prompts = []
+        prompts: list[Prompt] = []
         for i in range(max(NUM_PROMPTS, self.trainer.ranks.rollout_ranks)):
-            prompts.append([counter_seed("canary", i, j) % num_ids for j in range(size)])
+            prompts.append(([counter_seed("canary", i, j) % num_ids for j in range(size)], ()))
         limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
+        if engine.sees:
+            prompts += image_prompts(chat, speaker.max_context_tokens - limit)
         drawn = {name: getattr(learner.config.sampling, name) for name in DRAWING}
         params = SamplingParams(max_tokens=limit, keeps_ids=True, **drawn)
 
@@ -74,13 +103,15 @@ class Canary(Plugin):
             if engine.lacks_weights:
                 # The engine died just now. The next step checks the weights that other ranks send.
                 return []
-            asked = [speaker.generate(prompt, params, i) for i, prompt in enumerate(prompts)]
+            asked = []
+            for i, (ids, images) in enumerate(prompts):
+                asked.append(speaker.generate(ids, params, i, images=images))
             return await wait_for_all(asked)
 
         samples = []
         answers = await revived(speak, [speaker], "the canary")
-        for prompt, completion in zip(prompts, answers, strict=bool(answers)):
-            turn = Turn(new_ids=prompt, is_fresh=True, completion=completion)
+        for (ids, images), completion in zip(prompts, answers, strict=bool(answers)):
+            turn = Turn(new_ids=ids, is_fresh=True, completion=completion, images=images)
             samples += samples_from_turns([turn], 1.0)
         return samples
 

@@ -64,14 +64,18 @@ def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(
     assert 0 < max(largest(tmp_path / "run")) < 1e-4
 
 
+@pytest.mark.parametrize(
+    "arch, weight",
+    [("qwen3", BROKEN), ("qwen2_5_vl", "model.visual.blocks.1.mlp.up_proj.weight")],
+)
 def test_a_tensor_of_the_engine_that_is_not_the_learners_stops_the_run(
-    tiny_model, tmp_path, monkeypatch, capsys
+    arch, weight, make_model, tmp_path, monkeypatch, capsys
 ):
-    load = embedded.load_weights
+    tiny_model, load = make_model(arch), embedded.load_weights
 
     def load_all_but_a_part(model, named_weights):
         load(model, named_weights)
-        model.get_parameter(BROKEN).data[0] += 1.0
+        model.get_parameter(weight).data[0] += 1.0
 
     monkeypatch.setattr(embedded, "load_weights", load_all_but_a_part)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
