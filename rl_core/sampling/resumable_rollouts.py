@@ -200,8 +200,8 @@ def with_loaded_images(row: JSONObject, folder: Path) -> JSONObject:
 def load_images(trajectory: JSONObject, folder: Path) -> None:
     """Reads the images of a trajectory's messages from files in `folder`."""
     for key in ("messages", "teacher_messages"):
-        loaded = loaded_messages(trajectory[key], folder)
-        trajectory[key] = trajectory[key] if loaded is None else loaded
+        if (loaded := loaded_messages(trajectory.get(key), folder)) is not None:
+            trajectory[key] = loaded
 
 
 def read_groups(

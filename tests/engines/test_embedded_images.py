@@ -38,6 +38,7 @@ from rl_core.data.preference_pairs import scored_pair
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tables import read_episodes
 from rl_core.data.tasks import prompt_messages
+from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
 from rl_core.models.vision import Vision
 from rl_core.plan.image_checks import why_no_images
 from rl_core.rewards.reward_model import RewardModel
@@ -398,16 +399,23 @@ def test_a_model_that_reads_text_alone_is_refused_with_actor_and_row(folder, tin
 
 
 def test_episodes_under_way_are_restored_with_their_images(tmp_path):
-    image = read_image(noise(0))
-    turn = Turn(new_ids=[-image.key], is_fresh=True, completion=Completion(), images=(image,))
+    image, shown = read_image(noise(0)), read_image(noise(1))
+    done = Completion(token_ids=[7], logprobs=[-1.0])
+    turn = Turn(new_ids=[-image.key], is_fresh=True, completion=done, images=(image,))
     ended = Trajectory(messages=[user("a", noise(0))], turns=[turn])
+    ended.teacher_messages, ended.teacher_ids = [user("b", noise(1))], [[8, -shown.key]]
     episodes = {"1": {"answers": {}, "trajectories": [ended]}, "2": {"trajectories": None}}
     row = {"position": 3, "version": 0, "trajectories": [ended], "episodes": episodes}
     write_trajectories(tmp_path / f"{FILE}0.jsonl.zst", [row], tmp_path / "run")
-    assert len(list((tmp_path / "run/images").iterdir())) == 1
+    assert len(list((tmp_path / "run/images").iterdir())) == 2
     restored = read_groups(tmp_path, {3}, 0, tmp_path / "run")[3]
     for values in (restored["trajectories"], restored["episodes"]["1"]["trajectories"]):
         assert read_trajectories(values) == [ended]
+    # A sample has the images of both prompts.
+    [taught] = taught_samples(ended, [1.0], set(), [], False)
+    assert taught.token_ids.tolist() == [-image.key, 7]
+    read = as_teacher_reads(taught)
+    assert read.token_ids.tolist() == [8, -shown.key, 7] and set(read.images) == {image, shown}
 
 
 # Some episodes of a group have ended at a checkpoint, and others are in their second turn.
