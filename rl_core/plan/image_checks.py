@@ -47,13 +47,15 @@ SIZES = ((28, 28), (200, 333), (1000, 1000), (1080, 1920), (4000, 300))
 
 def why_other_tokens(model: str, other: str, config: Config) -> str:
     """Reason why a second model cannot read the image tokens of an actor's model; "" if it can."""
-    families = [load_family(path, config.data.max_image_pixels) for path in (model, other)]
-    for family in families:
-        if isinstance(family, str):
-            return family
+    first = load_family(model, config.data.max_image_pixels)
+    second = load_family(other, config.data.max_image_pixels)
+    if isinstance(first, str):
+        return first
+    if isinstance(second, str):
+        return second
     for height, width in SIZES:
         image = InputImage(key=1, url="", width=width, height=height)
-        ids, read = (family.expand(image) for family in families)
+        ids, read = first.expand(image), second.expand(image)
         if ids != read:
             return (
                 f"it reads an image of {width} x {height} pixels as {len(read)} tokens, and "
