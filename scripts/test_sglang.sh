@@ -3,13 +3,13 @@
 # the argument, or .venv-sglang), and runs the tests that need SGLang in it.
 #   [SGLANG=0.5.17] bash scripts/test_sglang.sh [--short] [FOLDER [arguments of pytest]]
 # SGLANG: the version, the oldest one that rl_core takes or the newest one (the default).
-# --short: what every engine promises, adapters, weights in buckets, runs whose server is killed. Without it longer runs too,
+# --short: what every engine promises, images, adapters, weights in buckets, runs whose server is killed. Without it longer runs too,
 # for half an hour.
 # It is a trick for tests, not a supported mode. SGLang is installed without what it asks for: its compiled kernels and
 # torchvision are stubs, in which nothing computes, and torch and transformers are not the versions that it pins.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tests=(tests/engines/test_engine_contract.py)
+tests=(tests/engines/test_engine_contract.py tests/engines/test_engine_images.py)
 if [ "${1:-}" = --short ]; then
     shift
     tests+=("tests/engines/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
@@ -63,6 +63,11 @@ contexts = multiprocessing.context._concrete_contexts
 contexts["spawn"] = contexts["fork"]
 # The checksums of its weights wait for the GPU.
 torch.cuda.synchronize = lambda device=None: None
+# SGLang's processor of Qwen-VL imports Qwen3.5, which looks these operators up.
+operators = torch.library.Library("sgl_kernel", "FRAGMENT")
+for name in ("sigmoid_mul", "qk_gemma_rmsnorm", "qk_gemma_rmsnorm_with_gate",
+             "qkvzba_split_reshape_cat_contiguous"):
+    operators.define(f"fused_{name}_cpu(Tensor x) -> Tensor")
 
 
 def __getattr__(name):

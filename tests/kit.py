@@ -390,6 +390,8 @@ def start_server() -> None:
     import rl_core
 
     for module in pkgutil.walk_packages(rl_core.__path__, "rl_core."):
+        if ".sglang_images." in module.name:
+            continue  # SGLang changes models of transformers when it is imported.
         with suppress(
             ImportError, ValueError
         ):  # Not installed here; without gRPC a client raises ValueError.

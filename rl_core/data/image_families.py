@@ -42,6 +42,7 @@ class ImageFamily:
     # Text that the family's processor writes before and behind the template's placeholder.
     around: str = ""
     max_images: int | None = None  # Of a conversation.
+    max_pixels: int | None = None  # Larger images are resized.
 
     def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         """`processor`: transformers' image processor of the model at `path`."""
@@ -73,6 +74,12 @@ class ImageFamily:
             return rendered
         placeholder = self.tokenizer.convert_ids_to_tokens(self.placeholder_id)
         return rendered.replace(placeholder, f"{self.around}{placeholder}{self.around}")
+
+    def model_ids(self, ids: Iterable[int]) -> list[int]:
+        """The model's ids of these tokens; see Vision.model_ids()."""
+        instead = {self.token_id: self.stand_in}
+        return [self.token_id if token_id < 0 else instead.get(token_id, token_id)
+                for token_id in ids]  # fmt: skip
 
     def read(self, text: str, image: InputImage) -> list[int]:
         """The ids of the text that replaces the placeholder, with -key for placeholders in it."""
@@ -471,6 +478,7 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
     try:
         family = kind(config, processor, path)
         if max_pixels:
+            family.max_pixels = max_pixels
             family.limit_pixels(max_pixels)
     except ValueError as error:
         return str(error)

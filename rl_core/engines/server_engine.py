@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -32,7 +32,7 @@ from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
 from rl_core.metrics import Metric, Sum
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, WeightOwner
-from rl_core.types import Completion, JSONObject, SamplingParams
+from rl_core.types import Completion, InputImage, JSONObject, SamplingParams
 
 ANSWER_TIMEOUT_S = 600.0  # Not for sampling, which the episode's deadline limits.
 MAX_STARTS = 3  # Attempts to restart a server that died.
@@ -156,6 +156,7 @@ class ServedEngine(Engine):
         session: str = "",
         adapter: str = "",
         begun: Completion | None = None,
+        images: Sequence[InputImage] = (),
     ) -> Completion:
         spec = self.spec
         check_request(prompt_ids, params, spec.max_context_tokens)
@@ -170,7 +171,7 @@ class ServedEngine(Engine):
                 await asyncio.sleep(NO_WEIGHTS_POLL_S)
             # A pause may have come meanwhile; nothing is awaited from here to the request.
             elif self._may_run.is_set():
-                await self._extend(done, prompt_ids, params, max_tokens, adapter, seed)
+                await self._extend(done, prompt_ids, params, max_tokens, adapter, seed, images)
         if spec.tokenizer is not None:
             done.text = decoded(spec.tokenizer, done.token_ids)
         return done
@@ -183,13 +184,14 @@ class ServedEngine(Engine):
         max_tokens: int,
         adapter: str,
         seed: int,
+        images: Sequence[InputImage],
     ) -> None:
         """Samples tokens until the end of the completion or the next pause."""
         slot, rid = self._slots.get(adapter), uuid.uuid4().hex
         note_version(done, slot.version if slot else self.version)
         self._num_asked += 1
         try:
-            await self.sample(done, prompt_ids, params, max_tokens, slot, rid, seed)
+            await self.sample(done, prompt_ids, params, max_tokens, slot, rid, seed, images)
         except asyncio.CancelledError:
             self._aborts.add(task := asyncio.create_task(self._abort(rid)))
             task.add_done_callback(self._aborts.discard)
@@ -356,6 +358,17 @@ class ServedEngine(Engine):
                 "or the address is a router's"
             )
 
+    def model_ids(self, prompt_ids: list[int], done: Completion) -> list[int]:
+        """The ids of a request so far, as the model reads them."""
+        ids, vision = [*prompt_ids, *done.token_ids], self.spec.vision
+        return vision.model_ids(ids) if vision else ids
+
+    def stop_token_ids(self, params: SamplingParams) -> list[int]:
+        """The tokens at which the server ends a request. After a sampled placeholder of an image
+        the rest is a new request, in which model_ids() replaces the placeholder."""
+        vision = self.spec.vision
+        return [*params.stop_token_ids, *([vision.token_id] if vision else [])]
+
     @staticmethod
     def add_tokens(done: Completion, tokens: list[int], logprobs: list[float]) -> None:
         check_logprobs(logprobs)
@@ -390,9 +403,10 @@ class ServedEngine(Engine):
         slot: AdapterSlot | None,
         rid: str,
         seed: int,
+        images: Sequence[InputImage],
     ) -> None:
         """Sends one request and adds its tokens to `done`, with a finish_reason if they end the
-        completion of at most `max_tokens`."""
+        completion of at most `max_tokens`. `images`: of the prompt."""
         raise NotImplementedError
 
     async def abort(self, rid: str = "") -> None:

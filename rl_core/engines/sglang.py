@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,12 +17,13 @@ from rl_core.distributed import this_device
 from rl_core.engines.server_engine import ANSWER_TIMEOUT_S, AdapterSlot, ServedEngine, is_kept
 from rl_core.engines.server_process import numbers
 from rl_core.engines.sglang_cuda import check_allocator, check_build_tools, check_tp_devices
+from rl_core.engines.sglang_images import image_data
 from rl_core.engines.sglang_server import SGLangServer, check_sglang
 from rl_core.engines.sglang_versions import FORGETS_ABORTED, NAMES_SAMPLED_IDS, is_older_than
 from rl_core.engines.weight_transfer import TRANSFERS
 from rl_core.errors import refuse
 from rl_core.sampling.engine import EngineSpec
-from rl_core.types import Completion, JSONObject, SamplingParams
+from rl_core.types import Completion, InputImage, JSONObject, SamplingParams
 
 # SGLang fuses each of these groups into one layer, and loads only adapters of whole groups: missing
 # members get zeros.
@@ -62,6 +63,7 @@ class SGLangEngine(ServedEngine):
     radix cache finds shared prefixes and evicts the oldest."""
 
     server_class, transfers = SGLangServer, TRANSFERS
+    sees = True
     fused, memory = FUSED, ("weights", "kv_cache", "cuda_graph")
     # SGLang applies adapters of these layers in all its models.
     lora_layers = frozenset(
@@ -103,9 +105,14 @@ class SGLangEngine(ServedEngine):
         slot: AdapterSlot | None,
         rid: str,
         seed: int,
+        images: Sequence[InputImage],
     ) -> None:
-        body = {"rid": rid, "input_ids": [*prompt_ids, *done.token_ids], "return_logprob": True}
-        body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids))
+        ids, stops = self.model_ids(prompt_ids, done), self.stop_token_ids(params)
+        body = {"rid": rid, "input_ids": ids, "return_logprob": True}
+        body["sampling_params"] = sampling_params(params, stops, max_tokens - len(done.token_ids))
+        if images:
+            assert self.spec.vision, self.spec.model
+            body["image_data"] = image_data(images, self.spec.vision, self.transfer.label)
         body |= {"lora_path": slot.folder.name} if slot else {}
         body |= {"return_sampling_mask": True} if is_kept(params) else {}
         answer = await self._ask("generate", body, timeout_s=None)
@@ -185,7 +192,9 @@ class SGLangEngine(ServedEngine):
             await self._ask("unload_lora_adapter", {"lora_name": slot.folder.name})
 
 
-def sampling_params(params: SamplingParams, max_tokens: int) -> JSONObject:
+def sampling_params(
+    params: SamplingParams, stop_token_ids: list[int], max_tokens: int
+) -> JSONObject:
     """Sampling parameters under SGLang's names."""
     sent = {
         "temperature": params.temperature,
@@ -195,10 +204,10 @@ def sampling_params(params: SamplingParams, max_tokens: int) -> JSONObject:
         "top_k": params.top_k or -1,
         "skip_special_tokens": False,
         "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
+        "stop_token_ids": stop_token_ids,
         "no_stop_trim": True,
     }
-    return sent if params.stop or params.stop_token_ids else sent | {"ignore_eos": True}
+    return sent if params.stop or stop_token_ids else sent | {"ignore_eos": True}
 
 
 def first_gpu(config: Config, environ: Mapping[str, str]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from rl_core.engines import sglang_images
 from rl_core.engines.server_process import (
     ServerProcess,
     check_own_flags,
@@ -24,6 +25,7 @@ from rl_core.engines.sglang_cuda import (
     releases_graphs,
     with_room,
 )
+from rl_core.engines.sglang_images import VARIABLE
 from rl_core.engines.sglang_versions import OLDEST, installed_version
 from rl_core.engines.weight_transfer import keeps_backup
 from rl_core.sampling.engine import EngineSpec
@@ -96,6 +98,8 @@ def child_environment(
     spec: EngineSpec, environ: Mapping[str, str], version: tuple[int, ...] | None = None
 ) -> dict[str, str]:
     """Environment variables of the server. `version`: of SGLang; None: the installed one."""
+    if spec.vision:
+        environ = {**environ, VARIABLE: sglang_images.__name__}
     if spec.device.type == "cuda":
         env = cuda_environment(environ)
         releases = releases_graphs(spec, version or installed_version(), env)

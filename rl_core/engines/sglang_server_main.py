@@ -1,5 +1,5 @@
 """The child process that runs SGLang's HTTP server. `python -m rl_core.engines.sglang_server_main`
-reads its arguments as JSON from standard input. Only this file imports sglang."""
+reads its arguments as JSON from standard input. Only this file and sglang_images/ import sglang."""
 
 from __future__ import annotations
 

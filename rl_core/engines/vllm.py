@@ -5,7 +5,7 @@ and the routes that pause the server and update its weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +25,14 @@ from rl_core.engines.weight_transfer import (
 )
 from rl_core.errors import refuse
 from rl_core.sampling.engine import EngineDied, EngineSpec
-from rl_core.types import Completion, JSONObject, RunError, SamplingParams, counter_seed
+from rl_core.types import (
+    Completion,
+    InputImage,
+    JSONObject,
+    RunError,
+    SamplingParams,
+    counter_seed,
+)
 
 LOWEST = -9999.0  # vLLM's number for a logprob of -inf, and for NaN.
 # More ids than top_k are asked for, because vLLM keeps all ids whose logits equal the last one's.
@@ -157,6 +164,7 @@ class VLLMEngine(ServedEngine):
         slot: AdapterSlot | None,
         rid: str,
         seed: int,
+        images: Sequence[InputImage],
     ) -> None:
         num_ids = self._num_ids(params) if is_kept(params) else 0
         # A continued request draws other random numbers than its first tokens did.

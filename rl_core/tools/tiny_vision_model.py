@@ -201,6 +201,8 @@ def vision_config(arch: str, text: JSONObject, tokenizer) -> PretrainedConfig:
     rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
     if row.has_axes:
         rotary["mrope_section"] = [half - 2 * rest, rest, rest]
+    if arch.startswith("qwen3"):
+        rotary["mrope_interleaved"] = True  # transformers does so anyway, servers if they read it.
     # Its language model alone has no id of a first token.
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

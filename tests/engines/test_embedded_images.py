@@ -195,21 +195,22 @@ def test_larger_images_are_resized_as_the_processor_does(make_model):
     assert tiles.tensors(image)["image_sizes"].tolist() == [[11, 11]]
 
 
-def expected_logprobs(path: str, sample) -> torch.Tensor:
-    hf, ids = frozen(path), torch.from_numpy(sample.token_ids)
+def expected_logprobs(path: str, sample, hf=None) -> torch.Tensor:
+    """`hf`: model with other weights than those at the path."""
+    hf, ids = hf or frozen(path), torch.from_numpy(sample.token_ids)
     with torch.no_grad():
         logits = hf(**inputs(hf, sample, ids[None, :-1]), use_cache=False).logits[0]
     mask = torch.from_numpy(sample.loss_mask[1:])
     return chosen(logits[mask].log_softmax(-1), sample)
 
 
-def converse(engine, chat, openings: list, later: list, stop: int = 0) -> list:
+async def converse(engine, chat, openings: list, later: list, max_tokens: int = 6) -> list:
     """Samples of conversations of two turns each, all at once."""
 
     async def one(number: int, opening: list, more: list):
         stream, turns = TokenStream(chat, opening), []
         for turn, messages in enumerate((more, None)):
-            params = SamplingParams(max_tokens=6, stop_token_ids=(1,))
+            params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(1,))
             images = {"images": stream.images} if stream.images else {}
             done = await engine.generate(
                 stream.prompt_ids, params, seed=10 * number + turn, session=f"{number}", **images
@@ -219,27 +220,28 @@ def converse(engine, chat, openings: list, later: list, stop: int = 0) -> list:
                 stream.append(done.token_ids, done.text, messages)
         return samples_from_turns(turns, 1.0)
 
-    async def every():
-        pairs = enumerate(zip(openings, later, strict=True))
-        return await asyncio.gather(*(one(n, *pair) for n, pair in pairs))
-
-    return [sample for samples in asyncio.run(every()) for sample in samples]
+    pairs = enumerate(zip(openings, later, strict=True))
+    of_each = await asyncio.gather(*(one(n, *pair) for n, pair in pairs))
+    return [sample for samples in of_each for sample in samples]
 
 
-def test_the_engine_samples_with_transformers_logprobs(path):
-    """Groups share prompts; two images of one size differ; turns see further images; texts run in
-    the same batches."""
-    chat = load_chat(path)
-    model = AutoModelForImageTextToText.from_pretrained(path)
-    more = {"num_slots": 5, "max_context_tokens": 256}
-    engine = embedded(model, **more, tokenizer=chat.tokenizer, vision=chat.vision)
+def conversations() -> tuple[list, list]:
+    """Openings and later messages. Groups share prompts; two images of one size differ; turns see
+    further images; texts run in the same batches."""
     long = "the number of squares in this picture, which has many colours and one frame"
     openings = [[user(long, noise(0), "how many?")]] * 3
     openings += [[user(long, noise(1), "how many?")]] * 2
     openings += [[user("a question")], [user(noise(2, 8, 8), noise(3, 40, 16), noise(2, 8, 8))]]
     later = [[user("and ", noise(n, 8, 8 + 8 * (n % 2)), role="tool")] for n in range(6)]
-    later = [*later[:5], [user("why?")], later[5]]
-    samples = converse(engine, chat, openings, later)
+    return openings, [*later[:5], [user("why?")], later[5]]
+
+
+def test_the_engine_samples_with_transformers_logprobs(path):
+    chat = load_chat(path)
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    more = {"num_slots": 5, "max_context_tokens": 256}
+    engine = embedded(model, **more, tokenizer=chat.tokenizer, vision=chat.vision)
+    samples = asyncio.run(converse(engine, chat, *conversations()))
     assert {len(sample.images) for sample in samples} == {0, 2, 3}
     for sample in samples:
         ours = torch.from_numpy(sample.rollout_logprobs[sample.loss_mask])

@@ -34,7 +34,12 @@ TYPES_FROM_ABOVE = {
 # Libraries of their own, which could be published alone.
 ALONE = {"sandbox": (), "service": ("sandbox", "data", "sampling", "environments")}
 ONLY_IN = {
-    "sglang": {"rl_core.engines.sglang_server_main"},
+    "sglang": {
+        "rl_core.engines.sglang_server_main",
+        "rl_core.engines.sglang_images.reader",
+        "rl_core.engines.sglang_images.qwen",
+        "rl_core.engines.sglang_images.glm",
+    },
     "vllm": {"rl_core.engines.vllm_server_main", "rl_core.engines.vllm_worker"},
 }
 PURE = "types flags algorithms errors config json_limits scratch http_guard data".split()

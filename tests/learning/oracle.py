@@ -119,7 +119,8 @@ def inputs(hf, s, ids: Tensor) -> dict[str, Tensor]:
     for key in keys:
         data = base64.b64decode(known[key].url.partition(",")[2])
         pictures.append(PIL.Image.open(io.BytesIO(data)))
-    seen = AutoImageProcessor.from_pretrained(hf.name_or_path)(pictures, return_tensors="pt")
+    processor = AutoImageProcessor.from_pretrained(hf.name_or_path, backend="pil")
+    seen = processor(pictures, return_tensors="pt")
     parameters = inspect.signature(hf.forward).parameters
     arguments = seen.keys() & parameters
     is_image = ids < 0
