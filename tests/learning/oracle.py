@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
 )
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 MAX_TOKENS = 60  # Flag of kit.make_learner().
 
