@@ -23,14 +23,14 @@ def long_description() -> str:
 
 
 EXTRAS = {
-    "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
+    "api": ["openai>=2.8", "anthropic>=0.68", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
     "grammar": ["llguidance>=1.8"],
     "bnb": ["bitsandbytes>=0.50", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8.5"],
     "flash": ["flash-attn>=2.8"],
     # Of single environments in envs/: search, games, MCP servers, gymnasium.
-    "envs": ["bm25s>=0.3", "chess>=1.11", "mcp>=2.3,<3", "gymnasium>=1.2"],
+    "envs": ["bm25s>=0.3", "chess>=1.11", "mcp>=2.3,<3", "gymnasium>=1.3"],
     # Pure Python; the second needs the system's libseccomp.
     "sandbox": ["py-landlock>=0.1.1", "pyseccomp>=0.1.2"],
 }
@@ -72,7 +72,6 @@ EXTRAS["test"] = [
     "pytest-xdist>=3.8",
     "playwright>=1.50",  # drives Debian's Chromium instead of a separate one
     "ruff>=0.17",
-    "anthropic>=0.60",  # its client checks the endpoint's /v1/messages
     "trl==1.16.0",
 ]
 # torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a

@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import WSMsgType, web
 from machine import Machine
 
-FAULT = web.RequestKey("fault", object)
+FAULT = "fault"
 TOKEN = "a-secret-token"
 NAMESPACE = "runs"
 # Images of pods that do not start, with the state of the container.
