@@ -81,6 +81,12 @@ class ImageFamily:
         return [self.token_id if token_id < 0 else instead.get(token_id, token_id)
                 for token_id in ids]  # fmt: skip
 
+    def num_patches(self, image: InputImage) -> int:
+        """Number of patches or tiles of the image in the size that the processor gives it."""
+        # The default of the last argument fails in transformers 5.12, and {} means other sizes.
+        size = {"size": self.processor.size}
+        return self.processor.get_number_of_image_patches(image.height, image.width, size)
+
     def read(self, text: str, image: InputImage) -> list[int]:
         """The ids of the text that replaces the placeholder, with -key for placeholders in it."""
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -134,8 +140,7 @@ class QwenVL(ImageFamily):
         self.processor.size = type(self.processor.size)(**size)
 
     def num_tokens(self, image: InputImage) -> int:
-        num_patches = self.processor.get_number_of_image_patches(image.height, image.width)
-        return num_patches // self.processor.merge_size**2
+        return self.num_patches(image) // self.processor.merge_size**2
 
     @property
     def num_frames(self) -> int:
@@ -213,8 +218,7 @@ class InternVL(ImageFamily):
         self.processor.min_patches = min(self.processor.min_patches, num_tiles)
 
     def num_tokens(self, image: InputImage) -> int:
-        num_tiles = self.processor.get_number_of_image_patches(image.height, image.width)
-        return num_tiles * self.config.image_seq_length
+        return self.num_patches(image) * self.config.image_seq_length
 
     def expand(self, image: InputImage) -> list[int]:
         return self.read(f"<img>{self.token * self.num_tokens(image)}</img>", image)
@@ -237,11 +241,11 @@ class Idefics3(ImageFamily):
         return (tower.image_size // tower.patch_size // self.config.scale_factor) ** 2
 
     def num_tokens(self, image: InputImage) -> int:
-        num_tiles, *_ = self.processor.get_number_of_image_patches(image.height, image.width)
+        num_tiles, *_ = self.processor.get_number_of_image_patches(image.height, image.width, {})
         return max(1, num_tiles) * self.tokens_of_tile
 
     def expand(self, image: InputImage) -> list[int]:
-        _, rows, columns = self.processor.get_number_of_image_patches(image.height, image.width)
+        _, rows, columns = self.processor.get_number_of_image_patches(image.height, image.width, {})
         tokens, text, fake = self.token * self.tokens_of_tile, "", "<fake_token_around_image>"
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
@@ -466,14 +470,18 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
             f"images of the family {config.model_type} (model {path}) are not supported"
             f"{reason and ': '}{reason}; take one of {', '.join(FAMILIES)}"
         )
-    from transformers import AutoImageProcessor  # seconds to import, which text need not wait for
+    # Takes seconds, which text need not wait for. transformers 5.12 exports the class to those who
+    # have torchvision.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     try:
         processor = load_pretrained(AutoImageProcessor, path, backend="pil")
     except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0].partition(". Should have")[0]
         return (
-            f"model {path} has no image processor ({str(error).splitlines()[0]}); copy "
-            "preprocessor_config.json of the model that it was made from into the folder"
+            f"model {path} has no image processor ({reason}); copy preprocessor_config.json of the "
+            "model that it was made from into the folder, or update transformers, which before "
+            "5.18 reads images of Idefics3 and SmolVLM with torchvision alone"
         )
     try:
         family = kind(config, processor, path)
