@@ -192,7 +192,7 @@ def make_policy(
     )
     family = load_family(path, max_image_pixels)
     if not isinstance(family, str):
-        policy.vision = Vision(family, hf)
+        policy.vision = Vision(family, hf, dtype)
     if learner.train and not adapters and hasattr(hf.config, "vision_config"):
         freeze_parts(hf, split(learner.train))
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -21,10 +21,12 @@ from rl_core.types import InputImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
+    from torch import Tensor, device, dtype
     from transformers import PretrainedConfig
 
 PIXEL_CACHE_BYTES = 1 << 30
+# An image's key and the dtype of its tensors; None: that of the processor.
+Key: TypeAlias = "tuple[int, dtype | None]"
 # transformers' image processor, whose attributes depend on the family.
 Processor: TypeAlias = Any
 
@@ -35,6 +37,7 @@ class ImageFamily:
     tensors of several images are joined along the first axis."""
 
     arguments: tuple[str, ...] = ("pixel_values", "image_grid_thw")  # Of the model's forward.
+    axis = 0  # Along which the tensors of several images are joined.
     # Layers in which an image's tokens see its later ones: "", "windows" or "everywhere".
     sees_ahead: str = ""
     # Argument of the model's forward that marks these tokens.
@@ -111,10 +114,17 @@ class ImageFamily:
         return decoded_image(image)
 
     def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Arguments of the model's forward for several images."""
+        """Arguments of the model's forward for several images. A family overrides it if its
+        tensors are more than joined along an axis."""
         import torch
 
-        return {name: torch.cat([of[name] for of in of_images]) for name in of_images[0]}
+        names = of_images[0]
+        return {name: torch.cat([of[name] for of in of_images], self.axis) for name in names}
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes of an image's tensors in fp32 for each of its tokens."""
+        return num_bytes(self.tensors(self.blank)) / self.num_tokens(self.blank)
 
     def rope_arguments(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Arguments of the model's get_rope_index(), if it has positions of three axes."""
@@ -227,7 +237,7 @@ class InternVL(ImageFamily):
 class Idefics3(ImageFamily):
     """Rows of tiles behind the tokens of their row and column, and the image in one tile."""
 
-    arguments = ("pixel_values", "pixel_attention_mask")
+    arguments, axis = ("pixel_values", "pixel_attention_mask"), 1
 
     def limit_pixels(self, most: int) -> None:
         tile = self.processor.max_image_size["longest_edge"]
@@ -253,11 +263,6 @@ class Idefics3(ImageFamily):
             text += "\n"
         text += "\n" if rows else ""
         return self.read(f"{text}{fake}<global-img>{tokens}{fake}", image)
-
-    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        import torch
-
-        return {name: torch.cat([of[name] for of in of_images], 1) for name in of_images[0]}
 
 
 class OneSize(ImageFamily):
@@ -404,47 +409,107 @@ REFUSED = {
 
 
 class PixelCache:
-    """Tensors of images by key, computed in another thread. The least recently used are dropped
-    beyond PIXEL_CACHE_BYTES."""
+    """Tensors of images by key and dtype, computed in another thread. The least recently used are
+    dropped beyond PIXEL_CACHE_BYTES; those that wait for their first use hold at most a quarter of
+    that."""
 
     def __init__(self, family: ImageFamily, max_bytes: int = PIXEL_CACHE_BYTES):
         self.family, self.max_bytes = family, max_bytes
-        self.made: dict[int, Future[dict[str, Tensor]]] = {}
+        self.made: dict[Key, Future[dict[str, Tensor]]] = {}
         # Bytes of the tensors that were used, the least recently used first, and their sum.
-        self.sizes: OrderedDict[int, int] = OrderedDict()
+        self.sizes: OrderedDict[Key, int] = OrderedDict()
         self.total = 0
+        self.waiting: dict[Key, float] = {}  # Bytes of tensors that nobody has used.
         self.lock = Lock()  # A learner and an engine share the cache.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="pixels")
 
-    def start(self, images: Iterable[InputImage]) -> list[Future[dict[str, Tensor]]]:
+    def start(self, images: Iterable[InputImage], dtype: dtype | None = None) -> None:
         """Begins to compute the tensors of images that are not in the cache."""
         with self.lock:
-            images = [*images]
             for image in images:
-                if image.key not in self.made:
-                    self.made[image.key] = self.thread.submit(self.family.tensors, image)
-            return [self.made[image.key] for image in images]
+                if sum(self.waiting.values()) > self.max_bytes / 4:
+                    break
+                self.future(image, dtype)
 
-    def each(self, images: Sequence[InputImage]) -> list[dict[str, Tensor]]:
-        """Arguments of the model's forward for each of these images."""
-        futures = self.start(images)
-        of_images = [future.result() for future in futures]
-        with self.lock:
-            for image, future, tensors in zip(images, futures, of_images, strict=True):
-                if image.key not in self.sizes:
-                    self.made[image.key] = future  # Another thread may have dropped it.
-                    self.sizes[image.key] = num_bytes(tensors)
-                    self.total += self.sizes[image.key]
-                self.sizes.move_to_end(image.key)
-            while self.total > self.max_bytes:
-                key, size = self.sizes.popitem(last=False)
-                self.total -= size
-                del self.made[key]
-        return of_images
+    def future(self, image: InputImage, dtype: dtype | None) -> Future[dict[str, Tensor]]:
+        """The tensors of an image, which are computed if they are not in the cache. The caller has
+        the lock."""
+        key = image.key, dtype
+        if key not in self.made:
+            num_tokens = self.family.num_tokens(image)
+            self.waiting[key] = num_tokens * self.family.bytes_per_token
+            self.made[key] = self.thread.submit(self.compute, image, dtype)
+        return self.made[key]
 
-    def joined(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
-        """Arguments of the model's forward for all of these images, in their order."""
-        return self.family.joined(self.each(images))
+    def compute(self, image: InputImage, dtype: dtype | None) -> dict[str, Tensor]:
+        made = self.family.tensors(image)
+        return {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in made.items()
+        }
+
+    def each(
+        self, images: Sequence[InputImage], dtype: dtype | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Arguments of the model's forward for each of these images, floats in `dtype` or the
+        processor's."""
+        for number, image in enumerate(images):
+            key = image.key, dtype
+            with self.lock:
+                future = self.future(image, dtype)
+            self.start(images[number + 1 :], dtype)
+            try:
+                tensors = future.result()
+            finally:
+                self.waiting.pop(key, None)
+            with self.lock:
+                self.use(key, future, num_bytes(tensors))
+            yield tensors
+
+    def use(self, key: Key, future: Future[dict[str, Tensor]], size: int) -> None:
+        """Notes that tensors were used, and drops others beyond the limit."""
+        if key not in self.sizes:
+            self.made[key] = future  # Another thread may have dropped it.
+            self.sizes[key] = size
+            self.total += size
+        self.sizes.move_to_end(key)
+        while self.total > self.max_bytes:
+            oldest, size = self.sizes.popitem(last=False)
+            self.total -= size
+            del self.made[oldest]
+
+    def joined(
+        self,
+        images: Sequence[InputImage],
+        dtype: dtype | None = None,
+        device: device | str = "cpu",
+    ) -> dict[str, Tensor]:
+        """Arguments of the model's forward for all of these images, in their order. Each image is
+        copied to its place in the result before the next one is computed: a large batch is in
+        memory once."""
+        family = self.family
+        if type(family).joined is not ImageFamily.joined:
+            whole = family.joined(list(self.each(images, dtype)))
+            return {name: tensor.to(device) for name, tensor in whole.items()}
+        num_tokens = [family.num_tokens(image) for image in images]
+        result: dict[str, Tensor] = {}
+        ends: dict[str, int] = {}
+        for tensors in self.each(images, dtype):
+            for name, tensor in tensors.items():
+                length = tensor.shape[family.axis]
+                if name not in result:
+                    # Pixels grow with the tokens, and there is one grid an image.
+                    has_pixels = name.startswith("pixel")
+                    scale = sum(num_tokens) / num_tokens[0] if has_pixels else len(images)
+                    shape = list(tensor.shape)
+                    shape[family.axis] = round(length * scale)
+                    result[name] = tensor.new_empty(shape, device=device)
+                    ends[name] = 0
+                result[name].narrow(family.axis, ends[name], length).copy_(tensor)
+                ends[name] += length
+        for name, tensor in result.items():
+            assert tensor.shape[family.axis] == ends[name], (family.path, name)
+        return result
 
 
 def num_bytes(tensors: dict[str, Tensor]) -> int:

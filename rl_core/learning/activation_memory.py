@@ -33,6 +33,19 @@ def widths(text: PretrainedConfig) -> Widths:
     )
 
 
+def tower_widths(vision: PretrainedConfig) -> Widths:
+    """`vision`: configuration of a vision tower, whose names differ between families."""
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    intermediate = getattr(vision, "intermediate_size", None)
+    return Widths(
+        layers=getattr(vision, "num_hidden_layers", None) or vision.depth,
+        hidden=hidden,
+        intermediate=intermediate or int(hidden * getattr(vision, "mlp_ratio", 4)),
+        queries=hidden,
+        keys=hidden,
+    )
+
+
 def block_bytes(size: Widths, w: int, tp: int) -> float:
     """Bytes per token that one block keeps for its backward: norms, attention, MLP. w: bytes of a
     number in the compute dtype."""

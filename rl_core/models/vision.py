@@ -47,12 +47,14 @@ class Vision:
     A model may sample its placeholder of an image. transformers would look for an image there, so
     that all forwards read `family.stand_in` in its place."""
 
-    def __init__(self, family: ImageFamily, hf: PreTrainedModel):
-        self.family = family
+    def __init__(self, family: ImageFamily, hf: PreTrainedModel, dtype: torch.dtype | None = None):
+        """`dtype`: that the tower computes in, by default that of its weights."""
+        self.family, self.dtype = family, dtype or hf.dtype
         # Not a submodule of what holds this: the model is one already.
         self.models = (hf,)
-        # Results of rope_index() by layout, the latest last.
+        # Results of rope_index() by layout, the latest last, and of grid() by size.
         self.layouts: OrderedDict[tuple, Tensor] = OrderedDict()
+        self.grids: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
     def model(self) -> PreTrainedModel:
@@ -96,9 +98,9 @@ class Vision:
 
     def tensors(self, images: Sequence[InputImage]) -> dict[str, Tensor]:
         """Arguments of the multimodal model for these images, on its device."""
-        device = self.models[0].device
-        made = self.family.cache.joined(images) if images else {}
-        return {name: tensor.to(device) for name, tensor in made.items()}
+        if not images:
+            return {}
+        return self.family.cache.joined(images, self.dtype, self.models[0].device)
 
     def token_types(self, ids: Tensor) -> dict[str, Tensor]:
         """The argument that marks tokens of images for transformers' own attention, for families in
@@ -108,7 +110,7 @@ class Vision:
 
     def prefetch(self, batch: PackedBatch) -> None:
         """Begins to compute the pixels of a batch in another thread."""
-        self.family.cache.start((batch.images or {}).values())
+        self.family.cache.start((batch.images or {}).values(), self.dtype)
 
     def positions(self, ids: Tensor, images: Images) -> Tensor:
         """[3, L] positions of one sequence [L] on the CPU; [1, L] for a family with one axis."""
@@ -130,12 +132,21 @@ class Vision:
     def rope_index(self, is_image: Tensor, images: Sequence[InputImage]) -> Tensor:
         """[3, L + 1] positions of L tokens and of one of text behind them. They depend only on
         which of the tokens are of images, and on the images' sizes."""
-        grids = self.family.rope_arguments(self.family.cache.each(images))
+        of_images = [self.grid(image) for image in images]
+        grids = {name: torch.cat([grid[name] for grid in of_images]) for name in of_images[0]}
         is_image = pad(is_image, (0, 1))
         ids = torch.where(is_image > 0, self.family.token_id, self.family.stand_in)
         rope_index = cast(Callable[..., tuple[Tensor, Tensor]], self.model.get_rope_index)
         positions, _ = rope_index(ids[None], mm_token_type_ids=is_image[None], **grids)
         return positions[:, 0]
+
+    def grid(self, image: InputImage) -> dict[str, Tensor]:
+        """The image's arguments of get_rope_index(), which images of one size share."""
+        size = image.height, image.width
+        if size not in self.grids:
+            tensors = self.family.cache.each([image], self.dtype)
+            self.grids[size] = self.family.rope_arguments(list(tensors))
+        return self.grids[size]
 
     def packed(self, batch: PackedBatch, runs_tower: bool) -> VisionInputs:
         """The arguments of a forward over a packed batch. `runs_tower`: where another rank has

@@ -7,7 +7,9 @@ trained tokens of a microbatch on one rank. docs/parallelism.md has the largest 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from rl_core.config import ActorConfig, Config
@@ -17,6 +19,7 @@ from rl_core.learning.activation_memory import (
     activation_bytes,
     around_blocks,
     block_bytes,
+    tower_widths,
     widths,
 )
 
@@ -34,6 +37,7 @@ KEPT_LOGIT_BYTES = 1 << 30  # logits in fp16 that the forward keeps for the back
 CONTEXT_BYTES = 512 << 20
 ROW_GRAPH_BYTES, PREFILL_GRAPH_BYTES = 2 << 20, 58 * (8 << 20)
 PREFILL_TOKENS = 8192
+IMAGE_ROWS = 64  # Rows of each data set whose images are counted.
 NF4_BYTES = 0.5625  # a weight: 4 bits, and a scale in fp32 for every 64
 # Item -> bytes on a rank's device while it samples, while it learns.
 Table = dict[str, tuple[float, float]]
@@ -121,6 +125,10 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         # Sums of the hidden states' gradient in fp32, and the gradient of a head that is trained.
         "logprobs": (0.0, logits + size.hidden * (4 * tokens + w * trained_ids / mesh.tp)),
     }
+    if num_images := image_tokens(plan):
+        assert actor.model
+        held = image_bytes(config, actor.model, size, w) * num_images
+        table["images"] = (0.0, held)
     compared_with = frozen_models(config)
     algorithm = plan.algorithm
     is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
@@ -132,6 +140,46 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         held = (4 + state_bytes(config.optim.name)) * size.total / shards
         table["critic, its optimizer"] = (held * while_sampling, held * while_learning)
     return table
+
+
+def image_tokens(plan: Plan) -> float:
+    """Image tokens of a microbatch, if each sample has as many as the row with the most."""
+    from rl_core.data.preference_pairs import LeftOutError, pair_messages
+
+    config, most = plan.config, 0
+    chat = plan.chats.get(next(iter(plan.algorithms)))
+    if chat is None or isinstance(chat.vision, str) or plan.train is None:
+        return 0.0
+    for source in plan.train.sources:
+        for task in islice(source, IMAGE_ROWS):
+            messages = task.messages
+            if source.is_pairs:
+                with suppress(LeftOutError):
+                    context, chosen, _ = pair_messages(task.row)
+                    messages = context + chosen
+            most = max(most, sum(map(chat.vision.num_tokens, chat.images_of(messages))))
+    return config.learner.microbatch_tokens * most / config.max_context_tokens
+
+
+def image_bytes(config: Config, model: str, size: Size, w: int) -> float:
+    """Memory of an image token of a microbatch: its pixels, the activations of the vision tower,
+    and its feature."""
+    from rl_core.data.image_families import load_family
+    from rl_core.models.loading import load_model_config
+
+    family = load_family(model, config.data.max_image_pixels)
+    assert not isinstance(family, str), family
+    vision = load_model_config(model).vision_config
+    tower, learner = tower_widths(vision), config.learner
+    edge = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    num_frames = getattr(vision, "temporal_patch_size", 1)
+    # Patches of a token; each channel of a pixel is a number in fp32.
+    num_patches = family.bytes_per_token / (4 * 3 * num_frames * edge**2)
+    of_patch = block_bytes(tower, w, 1) + around_blocks(tower, w)
+    is_trained = "vision" in split(learner.train) if learner.train else not size.adapters
+    if is_trained and learner.activations != "offload":
+        of_patch = activation_bytes(tower, w, 1, learner.activations == "recompute")
+    return w / 4 * family.bytes_per_token + num_patches * of_patch + w * size.hidden
 
 
 def engine_bytes(

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import kit
 import memory_table
+import numpy as np
 import pytest
 import torch
 from bench_learner import model_config
 from models_table import make_family
 from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from rl_core.config import ActorConfig, parse_config
+from rl_core.data.images import read_image
 from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.learning.activation_memory import block_bytes
 from rl_core.models.policy import blocks_of
@@ -145,6 +147,36 @@ def test_activations_are_about_those_that_autograd_keeps(flags):
     assert out.requires_grad and sum(kept.values()) == pytest.approx(
         100 * block_bytes(size, 4, 1), rel=0.4
     )
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])
+def test_images_are_about_the_pixels_and_what_autograd_keeps_of_the_tower(
+    arch, make_model, flags, tmp_path
+):
+    image = read_image(np.zeros((64, 48, 3), np.uint8))
+    row = {"prompt": "1", "answer": "1", "image": image.url}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    model = make_model(arch)
+    flags += ["--model", str(model), "--max_prompt_tokens", "64"]
+    plan = make_plan(parse_config(flags))
+    actor, family = plan.config.actors["policy"], plan.chats["policy"].vision
+    size, tensors, kept = model_size(actor), family.tensors(image), {}
+    planned = learner_bytes(plan, actor, size, Mesh())["images"][1]
+    hf = AutoModelForImageTextToText.from_pretrained(model)
+    weights = {p.untyped_storage().data_ptr() for p in hf.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = hf.model.visual(tensors["pixel_values"], grid_thw=tensors["image_grid_thw"])
+    assert out.last_hidden_state.requires_grad
+    # A microbatch of 8192 tokens has samples of 64 + 8 tokens, 48 of which are the image's.
+    assert planned == pytest.approx(sum(kept.values()) * 8192 / 72, rel=0.4)
+    assert "images " in describe(facts(plan))
 
 
 def test_the_engines_cache_holds_every_episode_in_flight(flags):
