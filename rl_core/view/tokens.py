@@ -15,6 +15,7 @@ from rl_core.view.data import Entry, RunFolder, matching, unpacked
 # with_stored_images() gives these names.
 IMAGE_NAME = re.compile(r"images/[0-9a-f]{16}\.(png|jpeg|webp)")
 THUMBNAIL_PIXELS = 256  # Longest side.
+MAX_THUMBNAILS = 64  # Images of an episode; the page shows the names of further ones.
 LEARNED = {
     "advantages": "advantage",
     "ratios": "ratio",
@@ -66,12 +67,13 @@ def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = No
 
 
 def thumbnails(folder: Path, messages: list[Message]) -> dict[str, str]:
-    """Name -> data: URL of a small copy, for each image of the messages that can be read."""
+    """Name -> data: URL of a small copy, for the first images of the messages that can be read."""
     names = {}
     for message in filter(has_image, messages):
         for item in message["content"]:
             name = item.get("image")
-            if isinstance(name, str) and IMAGE_NAME.fullmatch(name):
+            is_stored = isinstance(name, str) and IMAGE_NAME.fullmatch(name)
+            if is_stored and len(names) < MAX_THUMBNAILS:
                 names[name] = thumbnail(folder / name)
     return {name: url for name, url in names.items() if url}
 

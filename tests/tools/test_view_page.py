@@ -31,7 +31,7 @@ from view_parts import (
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools.view import main
 from rl_core.view import report as report_module
-from rl_core.view import server
+from rl_core.view import server, tokens
 from rl_core.view.data import axis_range
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")]
@@ -477,24 +477,46 @@ def test_images_of_a_run_are_thumbnails_and_nothing_else_is_an_image(
         {"role": "assistant", "content": "seen"},
     ]
     folder = tmp_path / "run"
-    write_step(folder, 1, [trajectory(n, messages=messages) for n in range(3)])
+    write_step(folder, 2, [trajectory(n, messages=messages) for n in range(3)])
+    asked = {"role": "user", "content": [images[1], {"type": "text", "text": "colour?"}]}
+    reply = {"role": "assistant", "content": "black"}
+    heard = [{"type": "text", "text": "colour?\n\nblack\n\nand"}, images[0]]
+    heard = {"role": "user", "content": [images[1], *heard, {"type": "text", "text": "here?"}]}
+    views = {"ann": [asked, reply], "ben": [heard, {"role": "assistant", "content": "grey"}]}
+    write_step(folder, 1, [trajectory(0, messages=m, actor=a, turns=[said(3)])
+                           for a, m in views.items()])  # fmt: skip
     write_metrics(folder, [{"step": 1, "rollout/policy/reward_mean": 0.5}])
     assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0
     report = (tmp_path / "report.html").read_text()
     assert report.count("data:image/jpeg;base64,") == report.count("data:image/png;base64,iV") == 1
+    sizes = "[...document.images].map((image) => [image.naturalWidth, image.naturalHeight])"
     for address in (serve(folder), f"file://{tmp_path}/report.html"):
         page = page_of(address)
         page.get_by_role("link", name="Conversations").click()
         page.locator("#list tbody button").first.click()
         page.wait_for_selector("#reader .says img")
         page.locator("#reader details.call").evaluate("node => { node.open = true; }")
-        sizes = "[...document.images].map((image) => [image.naturalWidth, image.naturalHeight])"
-        wait_until(
-            lambda page=page, sizes=sizes: page.evaluate(sizes) == [[256, 171], [24, 16]], "images"
-        )
+        wait_until(lambda page=page: page.evaluate(sizes) == [[256, 171], [24, 16]], "images")
         texts = shown(page, "#reader .says p.soft")
         assert texts == [f"[image {name[:80]}]" for name in others]
         assert page.evaluate("window.evil === undefined")
+        # The chat of two actors, of which the second one sees one more image.
+        page.locator("#list tbody button").last.click()
+        page.get_by_role("button", name="All actors").click()
+        has(page, "#reader .who", ["user to ann", "ann", "user to ben", "ben"])
+        wait_until(
+            lambda page=page: page.evaluate(sizes) == [[24, 16], [24, 16], [256, 171]], "images"
+        )
+        assert shown(page, "#reader .says p") == [
+            "colour?",
+            "black",
+            *"colour? and here? grey".split(),
+        ]
+    monkeypatch.setattr(tokens, "MAX_THUMBNAILS", 1)
+    stored = [{"type": "image", "image": f"images/{image.name}"} for image in
+              (folder / "rollouts/images").iterdir()]  # fmt: skip
+    shown_images = tokens.thumbnails(folder / "rollouts", [{"content": stored}])
+    assert list(shown_images) == [stored[0]["image"]] and len(stored) > 1
     monkeypatch.setattr(report_module, "MAX_IMAGE_BYTES", 1000)
     assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0
     assert "data:image/jpeg;base64," not in (tmp_path / "report.html").read_text()

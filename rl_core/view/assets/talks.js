@@ -375,7 +375,8 @@ function mergedChat(column) {
       if (!isForced && waits(view, text)) return false;
       const without = (part, reply) => (isHeard(part, reply) ? paragraphs(part).replace(`\n${reply}\n`, "\n") : part);
       const rest = replies.reduce(without, text).trim();
-      if (rest && !chat.some((said) => textOf(said.message.content) === rest)) chat.push({ who: "user", message: { role: "user", content: rest }, to: name });
+      const content = withPictures(rest, imagesIn(message.content));
+      if (rest && !chat.some((said) => (said.rest ?? textOf(said.message.content)) === rest)) chat.push({ who: "user", message: { role: "user", content }, to: name, rest });
     }
     view.at += 1;
     return true;

@@ -96,6 +96,13 @@ function picture(piece) {
 const textOf = (content) => (typeof content === "string" ? content : content === null || content === undefined ? ""
   : Array.isArray(content) ? content.map((piece) => (isImage(piece) ? imageName(piece) : typeof piece?.text === "string" ? piece.text : JSON.stringify(piece))).join("\n") : JSON.stringify(content));
 
+// The parts of a text of textOf(), with images instead of their names.
+function withPictures(text, images) {
+  let parts = [{ text }];
+  for (const image of images) parts = parts.flatMap((one) => (isImage(one) ? [one] : one.text.split(imageName(image)).flatMap((text, n) => (n ? [image, { text }] : [{ text }]))));
+  return images.length ? parts.filter((one) => isImage(one) || one.text.trim()) : text;
+}
+
 // weight(name="cat") -> 8
 function call({ function: named, ...rest }, result) {
   const f = named && typeof named === "object" ? named : {};
