@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.types import JSON, InputImage, JSONObject, Message, Row
+from rl_core.types import JSON, InputImage, JSONObject, Message, Row, Trajectory
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -351,6 +351,28 @@ def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
 def has_image(message: JSON) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     return isinstance(content, (list, tuple)) and any(map(is_image_part, content))
+
+
+def load_images(trajectory: JSONObject, folder: Path) -> None:
+    """Reads the images of a trajectory's messages from files in `folder`."""
+    for key in ("messages", "teacher_messages"):
+        if (loaded := loaded_messages(trajectory.get(key), folder)) is not None:
+            trajectory[key] = loaded
+
+
+def set_images(trajectory: Trajectory) -> None:
+    """Sets the images of turns from the messages, which alone have them on disk and between
+    processes. Raises ValueError if an image of a turn is in no message."""
+    with_tokens = [turn for turn in trajectory.turns if min(turn.new_ids, default=0) < 0]
+    known = {image.key: image for image in images_of(trajectory.messages) if with_tokens}
+    for turn in with_tokens:
+        keys = dict.fromkeys(-number for number in turn.new_ids if number < 0)
+        if missing := keys.keys() - known:
+            raise ValueError(
+                f"a turn of {trajectory.group_id} has tokens of the image {min(missing):016x}, "
+                "which no message of its trajectory has"
+            )
+        turn.images = tuple(known[key] for key in keys)
 
 
 def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:

@@ -32,7 +32,7 @@ class PlainImages(ImageFamily):
     """Images of plain_chat(), each of which is one token."""
 
     def __init__(self, token_id: int):
-        self.token_id = token_id
+        self.token_id = self.placeholder_id = token_id
 
     def num_tokens(self, image: InputImage) -> int:
         return 1

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from pydantic import TypeAdapter
 
-from rl_core.data.images import images_of, loaded_messages
+from rl_core.data.images import load_images, set_images
 from rl_core.data.rows import read_json
 from rl_core.sampling.actor import Conversation, EpisodeActors
 from rl_core.sampling.env import Env
@@ -175,33 +175,12 @@ def read_trajectories(values: list[JSONObject]) -> list[Trajectory]:
     return trajectories
 
 
-def set_images(trajectory: Trajectory) -> None:
-    """Sets the images of turns from the messages, which alone have them on disk. Raises ValueError
-    if an image of a turn is in no message."""
-    known = {image.key: image for image in images_of(trajectory.messages)}
-    for turn in trajectory.turns:
-        keys = dict.fromkeys(-number for number in turn.new_ids if number < 0)
-        if missing := keys.keys() - known:
-            raise ValueError(
-                f"{trajectory.group_id}: a turn has tokens of an image, {min(missing):016x}, that "
-                "no message of its episode has; the rollouts are damaged"
-            )
-        turn.images = tuple(known[key] for key in keys)
-
-
 def with_loaded_images(row: JSONObject, folder: Path) -> JSONObject:
     """The row of a checkpoint with the images of its trajectories' messages."""
     of_episodes = [episode["trajectories"] or [] for episode in row["episodes"].values()]
     for trajectory in itertools.chain(row["trajectories"], *of_episodes):
         load_images(trajectory, folder)
     return row
-
-
-def load_images(trajectory: JSONObject, folder: Path) -> None:
-    """Reads the images of a trajectory's messages from files in `folder`."""
-    for key in ("messages", "teacher_messages"):
-        if (loaded := loaded_messages(trajectory.get(key), folder)) is not None:
-            trajectory[key] = loaded
 
 
 def read_groups(

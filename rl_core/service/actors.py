@@ -12,6 +12,7 @@ from typing import TypeAlias
 from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
+from rl_core.data.images import loaded_messages, set_images
 from rl_core.data.messages import canonical_messages
 from rl_core.environments.agents.rollout import Endpoints
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
@@ -20,7 +21,6 @@ from rl_core.service import environments_pb2 as pb
 from rl_core.service.wire import ServiceError, from_json, to_json, wrong
 from rl_core.types import (
     Completion,
-    InputImage,
     JSONObject,
     Message,
     SamplingParams,
@@ -286,18 +286,27 @@ def read_spoken(spoken: pb.Spoken) -> ActorReply:
 
 
 def plain_turn(turn: Turn) -> JSONObject:
-    """A turn as JSON values, without expert routing."""
-    plain = asdict(replace(turn, completion=replace(turn.completion, experts=None)))
-    if not turn.images:
-        del plain["images"]
+    """A turn as JSON values, without expert routing and images, which the messages have."""
+    plain = asdict(replace(turn, completion=replace(turn.completion, experts=None), images=()))
+    del plain["images"]
     return plain
 
 
 def read_turn(value: JSONObject) -> Turn:
-    """A Turn from JSON values. Raises ServiceError if the value is not a turn."""
+    """A Turn from JSON values, without images. Raises ServiceError if the value is not a turn."""
     try:
-        images = tuple(InputImage(**image) for image in value.get("images", ()))
         completion = Completion(**value["completion"])
-        return Turn(**value | {"completion": completion, "images": images})
+        return Turn(**value | {"completion": completion, "images": ()})
     except (TypeError, KeyError, AttributeError) as error:
         raise wrong(f"not a turn: {error}") from None
+
+
+def read_images(trajectory: Trajectory) -> None:
+    """Decodes the images of a peer's messages and sets the turns' images, whose keys follow from
+    the content. Raises ServiceError."""
+    try:
+        loaded = loaded_messages(trajectory.messages, None)
+        trajectory.messages = trajectory.messages if loaded is None else loaded
+        set_images(trajectory)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise wrong(f"not a trajectory: {error}") from None

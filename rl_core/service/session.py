@@ -23,7 +23,7 @@ from rl_core.sampling.hooks import (
     wait_for_all,
 )
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.actors import CALL, Asks, HookCall, Work, read_turn
+from rl_core.service.actors import CALL, Asks, HookCall, Work, read_images, read_turn
 from rl_core.service.wire import REPLIES, VERB_OF, Numbered, ServiceError, from_json, to_json, wrong
 from rl_core.types import JSONObject, Message, Task, Trajectory
 
@@ -469,7 +469,9 @@ def read_trajectory(value: JSONObject) -> Trajectory:
     try:
         ids = {name: value[name] for name in ("task_id", "env", "group_id")}
         turns = [read_turn(turn) for turn in value.get("turns", [])]
-        return Trajectory(**value | ids | {"turns": turns})
+        trajectory = Trajectory(**value | ids | {"turns": turns})
+        read_images(trajectory)
+        return trajectory
     except KeyError as error:
         raise wrong(f"not a trajectory: {error} is missing") from None
     except (TypeError, AttributeError) as error:

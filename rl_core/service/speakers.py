@@ -11,7 +11,7 @@ from grpc import StatusCode
 from rl_core.sampling.actor import Actor, Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.service import environments_pb2 as pb
-from rl_core.service.actors import plain_turn, read_turn
+from rl_core.service.actors import plain_turn, read_images, read_turn
 from rl_core.service.wire import ServiceError, from_json, to_json
 from rl_core.types import JSONObject, Trajectory, Turn
 
@@ -148,13 +148,19 @@ class Speakers:
 
     def trajectories(self, value: str) -> list[Trajectory]:
         """Trajectories from the result of rollout(). Numbers of asks become this side's turns."""
-        items = from_json(value, list, "what rollout() returned")
-        for one in items:
-            one["turns"] = [
-                self.turns[turn] if isinstance(turn, int) else read_turn(turn)
-                for turn in one["turns"]
+        trajectories = []
+        for one in from_json(value, list, "what rollout() returned"):
+            of_peer = {
+                n: read_turn(t) for n, t in enumerate(one["turns"]) if not isinstance(t, int)
+            }
+            trajectory = Trajectory(**one | {"turns": [*of_peer.values()]})
+            read_images(trajectory)
+            trajectory.turns = [
+                of_peer[n] if n in of_peer else self.turns[turn]
+                for n, turn in enumerate(one["turns"])
             ]
-        return [Trajectory(**one) for one in items]
+            trajectories.append(trajectory)
+        return trajectories
 
 
 def read_sampling(value: str) -> JSONObject:

@@ -239,8 +239,8 @@ def read_step(
 ) -> tuple[dict[Path, list[Trajectory]], list[Trajectory]]:
     """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
     unique number that identifies the turn of a packed token: the learner does not read versions."""
+    from rl_core.data.images import load_images, set_images
     from rl_core.data.tables import read_episodes
-    from rl_core.sampling.resumable_rollouts import load_images, set_images
     from rl_core.types import Completion, Trajectory, Turn
 
     parts: dict[Path, list[Trajectory]] = {}

@@ -11,6 +11,7 @@ import random
 import re
 import socket
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -30,12 +31,13 @@ from anthropic.types.message_create_params import MessageCreateParamsStreaming
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from PIL import Image
+from test_images import png_of_size
 
 from rl_core.config import AgentsConfig
 from rl_core.data.chat import Chat
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.environments.agents import chat_completions, messages, responses
+from rl_core.environments.agents import chat_completions, messages, requests, responses
 from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
 from rl_core.environments.agents.requests import REFUSED, Refusal
 from rl_core.environments.agents.tree import key_of
@@ -1264,13 +1266,21 @@ async def test_programs_send_images_in_messages_and_results_of_tools(dialect):
 BROKEN = {
     "damaged": (lambda data: data[:60], "is damaged|not base64|is not an image"),
     "an SVG": (lambda data: base64.b64encode(b"<svg/>").decode(), "an SVG, which has no pixels"),
+    "a bomb": (
+        lambda data: base64.b64encode(png_of_size(20_000, 20_000)).decode(),
+        "has more than 64,000,000 pixels",
+    ),
+    "too many pixels": (str, "images of a request have more than 2 pixels together"),
 }
 
 
 @pytest.mark.parametrize("dialect", LOOKS)
 @pytest.mark.parametrize("kind", [*BROKEN, "a model that reads text alone"])
-async def test_images_that_cannot_be_read_are_refused_by_name(dialect, kind):
+async def test_images_that_cannot_be_read_are_refused_by_name(dialect, kind, monkeypatch):
     look, error = LOOKS[dialect]
+    if kind == "too many pixels":
+        monkeypatch.setattr(requests, "MAX_PIXELS", 2)
+        monkeypatch.setattr(requests, "PIXELS_LEFT", ContextVar("PIXELS_LEFT", default=2))
     change, reason = BROKEN.get(kind, (str, "the model reads text alone"))
     blind = Chat(CHAT.tokenizer, tool_reader=ToolCalls)
     async with endpoint("one", chat=CHAT if kind in BROKEN else blind) as (llm, tree):

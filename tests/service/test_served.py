@@ -49,6 +49,9 @@ from rl_core.sampling.hooks import HookError, read_answer
 from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
+from rl_core.service.client import plain
+from rl_core.service.session import read_trajectory
+from rl_core.service.wire import ServiceError, to_json
 from rl_core.tools.cli import main as command
 from rl_core.types import SamplingParams, Task
 
@@ -608,6 +611,15 @@ def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
     assert sizes == [[(7, 3)], [(5, 4)]]
     rows = (read_row(env.load_tasks("train")[0]) for env in map(load_env, paths))
     assert next(rows) == next(rows)
+    # Messages alone carry images, and keys are those of the content.
+    sent = plain(served)
+    assert to_json(sent, "").count(picture.url) == 1
+    assert read_trajectory(sent).turns == served.turns
+    [first, _] = sent["turns"]
+    forged = {"key": 5, "url": picture.url, "width": 900_000, "height": 1}
+    first["new_ids"] = [-5 if number < 0 else number for number in first["new_ids"]]
+    with pytest.raises(ServiceError, match=r"tokens of the image 0+5, which no message of its"):
+        read_trajectory(sent | {"turns": [first | {"images": [forged]}]})
 
 
 def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(service):

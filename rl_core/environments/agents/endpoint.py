@@ -7,14 +7,17 @@ so tokens, seeds and records are the same as in any other episode.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import secrets
 import shutil
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
@@ -22,7 +25,7 @@ from typing import TYPE_CHECKING, cast
 from aiohttp import web
 
 from rl_core.environments.agents import chat_completions, forward, messages, responses
-from rl_core.environments.agents.requests import Refusal, Reply, Request
+from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
 from rl_core.environments.agents.tree import Tree
 from rl_core.http_guard import (
     LOOPBACK,
@@ -246,6 +249,7 @@ class EndpointServer:
         self.endpoints: dict[str, Endpoint] = {}  # Key -> endpoint.
         self.server: HttpServer | None = None
         self.starting = asyncio.Lock()
+        self.decoder = ThreadPoolExecutor(1, thread_name_prefix="images")
         # Private to this user. Boxes see a subfolder, which any user may enter.
         self.folder: tempfile.TemporaryDirectory | None = None
         self.is_for_boxes = False  # True if it listens at the socket in this folder.
@@ -343,7 +347,7 @@ class EndpointServer:
                 body = await body_of(http, endpoint)
                 if dialect is responses:
                     body["input"] = responses.put_in(body.get("input"), endpoint.items)
-                request = dialect.read(body)
+                request = await self.read(dialect, body)
                 retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
                 request.is_retry = any(count not in ("", "0") for count in retries)
                 endpoint.put_before(dialect, request)
@@ -358,6 +362,14 @@ class EndpointServer:
             return web.json_response(dialect.write(replies, request))
 
         return handle
+
+    async def read(self, dialect: ModuleType, body: JSONObject) -> Request:
+        """The request in a body. Images are decoded in one thread, so that large images of a
+        program delay neither text nor hooks. Raises Refusal."""
+        read = partial(contextvars.copy_context().run, dialect.read, body)
+        if not has_image_parts(body):
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self.decoder, read)
 
     async def send_stream(
         self, http: web.Request, dialect: ModuleType, endpoint: Endpoint, request: Request
@@ -389,7 +401,7 @@ class EndpointServer:
     async def count_tokens(self, http: web.Request) -> web.Response:
         try:
             endpoint = self.endpoint_of(http)
-            request = messages.read(await body_of(http, endpoint))
+            request = await self.read(messages, await body_of(http, endpoint))
             endpoint.put_before(messages, request)
             number = await endpoint.num_tokens(request)
         except Refusal as refusal:

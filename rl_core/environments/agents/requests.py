@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rl_core.data.images import URL_FIX, image_part, is_image_part
+from rl_core.data.images import URL_FIX, image_of, image_part, is_image_part
 from rl_core.types import JSON, JSONObject, Message
 
 # Values that ask for nothing.
@@ -32,6 +33,10 @@ REFUSED = {
     "thread": "send the earlier messages",
     "truncation": "shorten the messages in the program",
 }
+# Of all images of a request, which a program may send again with each turn.
+MAX_PIXELS = 500_000_000
+# Pixels that the images of the request which is read may still have.
+PIXELS_LEFT = ContextVar("PIXELS_LEFT", default=MAX_PIXELS)
 FIELD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}")
 
 # Keywords of a JSON schema that hold schemas -> by name, in a list, or (None) one or a list.
@@ -286,6 +291,13 @@ def text_of_parts(content: JSON, where: str) -> str:
     return "".join(texts)
 
 
+def has_image_parts(value: JSON) -> bool:
+    """True if the value has a part of an image at any depth."""
+    values = value.values() if isinstance(value, dict) else value
+    is_nested = isinstance(value, (dict, list))
+    return is_image_part(value) or (is_nested and any(map(has_image_parts, values)))
+
+
 def content_of_parts(content: JSON, where: str) -> str | list[JSONObject]:
     """The text of a message's content; if the content has images, its canonical parts. Raises
     Refusal for an image that cannot be read, and as text_of_parts()."""
@@ -302,6 +314,13 @@ def content_of_parts(content: JSON, where: str) -> str | list[JSONObject]:
             raise Refusal(f"{where}: {error}") from None
         if "image" not in image:
             raise Refusal(f"{where}: a part of type {piece['type']!r} has no image; {URL_FIX}")
+        size = image_of(image["image"])
+        PIXELS_LEFT.set(PIXELS_LEFT.get() - size.width * size.height)
+        if PIXELS_LEFT.get() < 0:
+            raise Refusal(
+                f"{where}: images of a request have more than {MAX_PIXELS:,} pixels together; send "
+                "fewer or smaller ones"
+            )
         parts.append(image)
     return parts
 
