@@ -14,16 +14,17 @@ import torch
 
 from rl_core.config import Config
 from rl_core.distributed import this_device
+from rl_core.engines import sglang_images
 from rl_core.engines.server_engine import ANSWER_TIMEOUT_S, AdapterSlot, ServedEngine, is_kept
 from rl_core.engines.server_process import numbers
 from rl_core.engines.sglang_cuda import check_allocator, check_build_tools, check_tp_devices
-from rl_core.engines.sglang_images import image_data
+from rl_core.engines.sglang_images import FAMILIES, VARIABLE, image_data
 from rl_core.engines.sglang_server import SGLangServer, check_sglang
 from rl_core.engines.sglang_versions import FORGETS_ABORTED, NAMES_SAMPLED_IDS, is_older_than
 from rl_core.engines.weight_transfer import TRANSFERS
 from rl_core.errors import refuse
 from rl_core.sampling.engine import EngineSpec
-from rl_core.types import Completion, InputImage, JSONObject, SamplingParams
+from rl_core.types import Completion, InputImage, JSONObject, RunError, SamplingParams
 
 # SGLang fuses each of these groups into one layer, and loads only adapters of whole groups: missing
 # members get zeros.
@@ -56,6 +57,10 @@ OF_SGLANG = [
         ".router_replay=true needs --engine embedded, which records the experts of each token",
     ),
 ]
+FOR_IMAGES = (
+    "the server of a model that sees is started with rl_core on its PYTHONPATH and with "
+    f"{VARIABLE}={sglang_images.__name__}"
+)
 
 
 class SGLangEngine(ServedEngine):
@@ -63,7 +68,7 @@ class SGLangEngine(ServedEngine):
     radix cache finds shared prefixes and evicts the oldest."""
 
     server_class, transfers = SGLangServer, TRANSFERS
-    sees = True
+    sees, image_families = True, FAMILIES
     fused, memory = FUSED, ("weights", "kv_cache", "cuda_graph")
     # SGLang applies adapters of these layers in all its models.
     lora_layers = frozenset(
@@ -115,7 +120,15 @@ class SGLangEngine(ServedEngine):
             body["image_data"] = image_data(images, self.spec.vision, self.transfer.label)
         body |= {"lora_path": slot.folder.name} if slot else {}
         body |= {"return_sampling_mask": True} if is_kept(params) else {}
-        answer = await self._ask("generate", body, timeout_s=None)
+        try:
+            answer = await self._ask("generate", body, timeout_s=None)
+        except RuntimeError as error:
+            if not images or self.server.is_own:
+                raise
+            raise RunError(f"{error}; {FOR_IMAGES}") from None
+        num_read = answer["meta_info"].get("prompt_tokens", len(ids))
+        if images and answer.get("output_ids") and num_read != len(ids):
+            raise RunError(f"{self.server} read {num_read} of {len(ids)} tokens; {FOR_IMAGES}")
         if slot and answer["meta_info"]["finish_reason"]["type"] == "abort":
             slot.was_aborted = True
         self._take(answer, done, params, max_tokens)

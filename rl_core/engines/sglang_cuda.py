@@ -73,7 +73,7 @@ def cuda_args(spec: EngineSpec, version: tuple[int, ...], environ: Mapping[str, 
     summation. Its significand has 11 bits and its exponent 8, so each bf16 value (8 and 8 bits) and
     each fp16 value (11 and 5) is a TF32 value. A product of two has at most 22 bits of the 24 of
     fp32, and sums are in fp32, with TF32 or without."""
-    # rl_core sends token ids alone. 0.5.17 reserves 1 GiB for images of a multimodal model.
+    # Pixels are computed on the CPU. 0.5.17 reserves 1 GiB on the GPU for others.
     args = ["--mm-feature-transport", "cpu"]
     if copied_head_bytes(spec, version):
         args.append("--enable-tf32-matmul")

@@ -21,6 +21,13 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
         engine = engine_factory(config, engine=made).classes[name]
         if not engine.sees:
             return f"{engine.__name__} takes no images; take --engine embedded"
+        family = load_family(str(config.actors[name].model), config.data.max_image_pixels)
+        families = engine.image_families
+        if families and not isinstance(family, str) and family.config.model_type not in families:
+            return (
+                f"{engine.__name__} takes no images of {family.config.model_type}; take --engine "
+                "embedded"
+            )
     if any(actor.ranks for actor in config.actors.values()):
         return "--actors.NAME.ranks takes no images; leave it out"
     if not trained:

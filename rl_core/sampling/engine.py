@@ -61,6 +61,8 @@ class Engine:
     has_grammars: ClassVar[bool] = False
     # True if generate() takes images.
     sees: ClassVar[bool] = False
+    # Values of model_type whose images it takes; None: all.
+    image_families: ClassVar[frozenset[str] | None] = None
 
     version: int  # Policy version of the weights, without adapters.
     capacity: int  # Number of requests that are decoded concurrently.

@@ -95,7 +95,7 @@ GLM = {"image_processor_type": "Glm4vImageProcessor"}
 VISION_MODELS: dict[str, VisionModel] = {
     "qwen2_5_vl": VisionModel(tower={"window_size": 16, "fullatt_block_indexes": [1]}),
     "qwen3_vl": VisionModel(tower=DEEPSTACK),
-    "qwen2_vl": VisionModel(tower={"embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_vl": VisionModel(tower={"embed_dim": 32, "mlp_ratio": 2, "in_chans": 3}),
     "qwen3_vl_moe": VisionModel(tower=DEEPSTACK, text=EXPERTS | {"num_experts": 4}),
     "qwen3_5": VisionModel(
         tower={"num_position_embeddings": 64},

@@ -9,15 +9,18 @@ import copy
 
 import pytest
 import torch
-from kit import embedded, make_skeleton
+from kit import embedded, make_skeleton, metrics, run
 from oracle import frozen
-from test_embedded_images import conversations, converse, expected_logprobs, noise, user
+from test_embedded_images import RUN, conversations, converse, expected_logprobs, noise, user
+from test_embedded_images import folder as folder
 from test_engine_contract import KINDS, SERVED, spec_of
 from transformers import AutoModelForImageTextToText
 
 from rl_core.data.chat import TokenStream, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.types import SamplingParams
+
+KL = "learn/policy/mismatch_kl_nats"
 
 
 class Subject:
@@ -103,3 +106,13 @@ def test_cancelled_and_paused_requests_keep_their_images(subject):
     assert [len(done.token_ids) for done in all_done] == [400] * 2
     for done in all_done:
         subject.check(samples_from_turns([stream.turn(done)], 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_grpo_learns_from_images_with_a_servers_logprobs(kind, folder, make_model):
+    flags = ["--engine", kind, "--model", make_model("qwen3_vl", heads=2), RUN, "--env_path"]
+    rows = ["--data.train", folder / "rows.jsonl", "--max_tokens 8 --optim.lr 3e-2"]
+    out = run(folder / "run", *flags, folder / "env.py", *rows, "--num_steps 3")
+    values = [row[KL] for row in metrics(out) if KL in row]
+    assert len(values) == 3 and max(values) < 1e-6, values

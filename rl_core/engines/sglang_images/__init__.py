@@ -18,6 +18,8 @@ from rl_core.types import InputImage, JSONObject
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Values of model_type whose logprobs in SGLang were compared, on a CPU.
+FAMILIES = frozenset(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"))
 VARIABLE = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"
 # Beginning of a request's data of images. SGLang's own processors find no image there.
 PREFIX = "rl_core:"
