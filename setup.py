@@ -115,7 +115,7 @@ setup(
         "rl_core.view": ["assets/*", "assets/vendor/*"],
     },
     install_requires=[
-        "aiohttp>=3.10",
+        "aiohttp>=3.14",
         "annotated-types>=0.6",
         "torch>=2.11",
         "transformers>=5.12,<6",

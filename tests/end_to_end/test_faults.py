@@ -147,7 +147,6 @@ if os.environ["RANK"] == "{rank}":
         ("an engine's rank", 0, False),
         ("an engine's rank", 1, False),
         ("an actor's rank", 0, False),
-        ("an actor's rank", 1, False),
         ("an actor's rank", 0, True),
     ],
 )

@@ -84,13 +84,10 @@ RUNS = {
     # One group at a time and weights that stay, so that it does not matter how long anything takes.
     "staleness": f"{RL} --max_staleness 1 --rollout.max_concurrent 4 --optim.lr 1e-9 --num_steps 3",
     "resumed": f"{RL} --num_steps 1; {RL} --resume --num_steps 3",
-    "two_ranks": f"{RL} --learner.epochs 2",
     "two_copies": f"{RL} --learner.epochs 2 --dp_replicate auto",
     "engine_rank": f"{RL} --rollout_ranks 1",
-    "cp": f"{RL} --cp 2 --learner.epochs 2",
-    "tp": f"{RL} --tp 2 --learner.epochs 2",
 }
-RANKS = {"two_ranks": 2, "two_copies": 2, "engine_rank": 2, "cp": 2, "tp": 2}
+RANKS = {"two_copies": 2, "engine_rank": 2}  # Others are those of one: test_runs.py.
 
 
 def numbers(out: Path) -> list[dict[str, float]]:

@@ -89,7 +89,7 @@ SETUPS = {
     "two learners, two engines": (f"{ASYNC} --max_staleness 1 --rollout_ranks 2", 4),
 }
 NUM_FAULTS = 50
-QUICK = 6  # Cases that every run of the tests plays.
+QUICK = 4  # Cases that every run of the tests plays.
 WEIGHTED = "async def task_weight(prompt, mean_reward): return 1 + (mean_reward or 0)\n"
 
 

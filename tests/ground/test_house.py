@@ -14,7 +14,9 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 
@@ -216,7 +218,9 @@ print(json.dumps(loaded))
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert "torch" in loaded
-    assert not set(HEAVY.split()) & set(loaded)
+    # Before its version 2, huggingface_hub imports these.
+    is_old = Version(huggingface_hub.__version__) < Version("2")
+    assert not set(HEAVY.split()) & set(loaded) - ({"httpx", "rich"} if is_old else set())
 
 
 def test_an_environment_is_short():

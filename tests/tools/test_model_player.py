@@ -340,10 +340,9 @@ def program(row: dict, is_right: bool) -> str:
     return f"```python\n{row['prompt']}{body}\n```"
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_humanevals_solutions_pass_and_broken_ones_do_not(is_right, data_dir, monkeypatch, capsys):
+def test_humanevals_solutions_pass_and_broken_ones_do_not(data_dir, monkeypatch, capsys):
     rows = load_rows(str(data_dir / "humaneval.jsonl.gz"))
-    by_prompt = {row["prompt"]: program(row, is_right) for row in rows}
+    by_prompt = {row["prompt"]: program(row, i % 2 == 0) for i, row in enumerate(rows)}
     monkeypatch.setenv("OPENAI_API_KEY", "x")
     with endpoint(lambda asked: by_prompt[asked]) as url:
         rows_flag = f"humaneval={data_dir}/humaneval.jsonl.gz"
@@ -352,7 +351,6 @@ def test_humanevals_solutions_pass_and_broken_ones_do_not(is_right, data_dir, mo
         assert main(["eval", f"gpt@{url}", *flags, *limits]) == 0
     [scored] = json.loads(capsys.readouterr().out).values()
     assert scored["humaneval"]["greedy_score"]["num_tasks"] == len(rows) == 164
-    assert scored["humaneval"]["greedy_pass"]["value"] == float(is_right)
-    # 36 of the problems have tests such as `assert True`, which any program passes.
-    share = scored["humaneval"]["greedy_score"]["value"]
-    assert share == 1.0 if is_right else 0.03 < share < 0.05
+    assert scored["humaneval"]["greedy_pass"]["value"] == 0.5
+    # Some problems have tests such as `assert True`, which any program passes.
+    assert 0.51 < scored["humaneval"]["greedy_score"]["value"] < 0.53
