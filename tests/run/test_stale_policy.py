@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,19 +40,16 @@ def makers(trajectory: dict) -> list[int]:
     return [turn["completion"]["policy_version"] for turn in trajectory["turns"]]
 
 
-@pytest.fixture
-def talk(tiny_model, tmp_path) -> list[str]:
-    (tmp_path / "talk.py").write_text(TALK)
-    flags = words(
-        "--model", tiny_model, "--env_path", tmp_path / "talk.py", "--sampling.stop", [STOP]
-    )
+@pytest.fixture(scope="module")
+def talk(tiny_model, tmp_path_factory) -> tuple[str, ...]:
+    file = tmp_path_factory.mktemp("talk") / "talk.py"
+    file.write_text(TALK)
+    flags = words("--model", tiny_model, "--env_path", file, "--sampling.stop", [STOP])
     flags += words(
         "--max_tokens 12 --max_prompt_tokens 150 --tasks_per_step 4 --group_size 4 --optim.lr 3e-3"
     )
-    return [
-        *flags,
-        *words(f"--rollout.stale_policy_frac 0.4 --rollout.stale_policy_refresh {EVERY}"),
-    ]
+    flags += words(f"--rollout.stale_policy_frac 0.4 --rollout.stale_policy_refresh {EVERY}")
+    return tuple(flags)
 
 
 def load_engine(folder: Path, version: int) -> EmbeddedEngine:
@@ -119,7 +117,7 @@ def test_each_turn_has_version_and_logprobs_of_the_weights_that_spoke_it(
     engine, talk, tiny_model, tmp_path
 ):
     out, num_steps = tmp_path / "run", 5
-    talk += ["--engine", engine]
+    talk += ("--engine", engine)
     kept = (
         "--save_every 1 --keep_checkpoints 0 --eval_every 2 --eval.samples 2 --eval.num_tasks 2 "
         "--num_steps"
@@ -229,14 +227,15 @@ ORDERED = f"{STALE} --deterministic true"
 PLACES = {"the learner's ranks": ("", 1), "a separate rank": ("--rollout_ranks 1", 2)}
 
 
-@pytest.fixture
-def whole_run(talk, tmp_path):
-    """whole_run(place) -> the folder of a run of five steps, in which each weight is updated next to
+@pytest.fixture(scope="module")
+def whole_run(talk, tmp_path_factory):
+    """whole_run(setup) -> the folder of a run of five steps, in which each weight is updated next to
     conversations that are under way."""
 
+    @cache
     def made(setup: str) -> Path:
-        more, ranks = PLACES[setup]
-        return run(tmp_path / setup, talk, LONG, ORDERED, more, "--num_steps 5", ranks=ranks)
+        (more, ranks), out = PLACES[setup], tmp_path_factory.mktemp("whole") / "run"
+        return run(out, talk, LONG, ORDERED, more, "--num_steps 5", ranks=ranks)
 
     return made
 
