@@ -85,6 +85,10 @@ def run_command(argv: list[str] | None) -> int:
     except Exception as error:
         report_failure(error, ranks)
         return 1
+    finally:
+        # Not imported by --help.
+        if remote := sys.modules.get("rl_core.sandbox.box_remote"):
+            remote.SERVICES.close()
 
 
 def end_on_writer(trainer: Trainer) -> None:

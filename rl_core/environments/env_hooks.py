@@ -92,26 +92,27 @@ def make_env(
 
 def machine_check(has: dict[str, object]) -> Callable[[], object] | None:
     """A check for the boxes that a file uses: by `box`, by an import of `boxes`, or by an import of
-    a function whose module has that import. Outside Linux, also for a sandbox of the file."""
+    a function whose module has that import. Also for its sandboxes, if their programs run in remote
+    boxes or this is not Linux."""
     from rl_core.sandbox import boxes
+    from rl_core.sandbox.sandbox import Sandbox
 
-    if sys.platform != "linux":
-        from rl_core.sandbox import Sandbox
-
-        for value in has.values():
-            if isinstance(value, Sandbox):
-                return value.start
+    sandboxes = [value for value in has.values() if isinstance(value, Sandbox)]
+    is_linux = sys.platform == "linux"
+    checks: list[Callable[[], object]] = [
+        each.check for each in sandboxes if each.driver or not is_linux
+    ]
     box = has.get("box")
     modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
-    if not box and all(module.get("boxes") is not boxes for module in modules):
-        return None
-    from rl_core.environments.agents.harbor import TaskBoxes
+    if box or any(module.get("boxes") is boxes for module in modules):
+        from rl_core.environments.agents.harbor import TaskBoxes
 
-    options = box if isinstance(box, dict) else {}
-    drivers = [value.driver for value in has.values() if isinstance(value, TaskBoxes)]
-    driver = options.get("driver", "") or "".join(drivers[:1])
-    image = options.get("image", "")
-    return partial(boxes.check_machine, driver, image, has_agent=bool(box))
+        options = box if isinstance(box, dict) else {}
+        drivers = [value.driver for value in has.values() if isinstance(value, TaskBoxes)]
+        driver = options.get("driver", "") or "".join(drivers[:1])
+        image = options.get("image", "")
+        checks.append(partial(boxes.check_machine, driver, image, has_agent=bool(box)))
+    return (lambda: [check() for check in checks]) if checks else None
 
 
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:

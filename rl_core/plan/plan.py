@@ -192,7 +192,7 @@ def configure_boxes(config: Config) -> None:
     """Applies --sandbox.* to the boxes of this rank."""
     flags = vars(config.sandbox) | {"rank": int(os.environ.get("RANK", 0))}
     num_sampling = config.rollout_ranks or num_ranks()
-    flags["max_boxes"] = max(1, config.sandbox.max_boxes // num_sampling)
+    flags["max_boxes"] = config.sandbox.max_boxes // num_sampling
     if config.out:
         flags["run_file"] = str(config.folder.resolve() / "boxes")
     boxes.configure(**flags)

@@ -144,11 +144,18 @@ class BoxService:
         self.name = name
         self.settings = settings
         self.may_reap = may_reap
+        if not settings.max_boxes:
+            raise RuntimeError(
+                f"box driver {name}: --sandbox.max_boxes is less than the number of ranks that "
+                "sample, or of workers, and each needs a box; raise it to that number or more"
+            )
         self.driver = make_driver(name, settings)
         self.pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self.slots = asyncio.Semaphore(settings.max_boxes)
-        self.sandboxes: dict[str, RemoteSandbox] = {}
+        # ProgramBoxes of remote_programs.py, which imports this file. Their slots are of `slots`.
+        self.programs: Any = None
+        self.sandboxes: dict[str, tuple[RemoteSandbox, asyncio.Semaphore]] = {}
         self.reaped: asyncio.Future[None] | None = None
         self.renewing: asyncio.Task[Any] | None = None
         self.tasks: set[asyncio.Future[Any]] = set()  # Kept from the garbage collector.
@@ -199,8 +206,8 @@ class BoxService:
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def open(self, settings: BoxSettings) -> RemoteSandbox:
-        """A running sandbox. Waits while max_boxes are open. Raises RemoteError."""
+    async def open(self, settings: BoxSettings, slots: asyncio.Semaphore) -> RemoteSandbox:
+        """A running sandbox. Waits for a slot. Raises RemoteError."""
         request = BoxRequest(
             name=f"rl-core-box-{secrets.token_hex(6)}",
             image=settings.image,
@@ -211,14 +218,17 @@ class BoxService:
             lifetime_s=self.settings.lifetime_s,
             sidecars=settings.sidecars,
         )
-        await self.slots.acquire()
+        if slots is self.slots and self.programs and self.settings.max_boxes == 1:
+            text = "--sandbox.max_boxes leaves this rank one box, and programs of rewards have it"
+            raise RemoteError(f"{self.name}: {text}; give at least 2 per rank")
+        await slots.acquire()
         try:
             await self.reap()
             sandbox = await self.create(request)
         except BaseException:
-            self.slots.release()
+            slots.release()
             raise
-        self.sandboxes[sandbox.id] = sandbox
+        self.sandboxes[sandbox.id] = sandbox, slots
         try:
             starting = self.attempt("starting a box", sandbox.wait, retry_s=OPEN_S)
             await asyncio.wait_for(starting, OPEN_S)
@@ -286,7 +296,7 @@ class BoxService:
     async def renew_all(self) -> None:
         while True:
             await asyncio.sleep(self.settings.idle_s / 3)
-            for sandbox in [*self.sandboxes.values()]:
+            for sandbox, _ in [*self.sandboxes.values()]:
                 self.start(self.renew(sandbox))
 
     async def renew(self, sandbox: RemoteSandbox) -> None:
@@ -297,7 +307,8 @@ class BoxService:
             )
 
     async def kill(self, sandbox: RemoteSandbox) -> None:
-        if self.sandboxes.pop(sandbox.id, None) is None:
+        _, slots = self.sandboxes.pop(sandbox.id, (None, None))
+        if slots is None:
             return
         try:
             await asyncio.wait_for(self.attempt("ending a box", sandbox.kill), TRANSFER_S)
@@ -309,7 +320,7 @@ class BoxService:
                 flush=True,
             )
         finally:
-            self.slots.release()
+            slots.release()
 
     def abandon(self, sandbox: RemoteSandbox) -> None:
         """Kills the sandbox of a box that was not closed. A fork of the owner kills nothing."""
@@ -346,7 +357,7 @@ class BoxService:
     async def end(self) -> None:
         if self.renewing is not None:
             self.renewing.cancel()
-        killing = [self.kill(sandbox) for sandbox in [*self.sandboxes.values()]]
+        killing = [self.kill(sandbox) for sandbox, _ in [*self.sandboxes.values()]]
         await asyncio.gather(*killing, return_exceptions=True)
         await self.driver.close()
 
@@ -391,8 +402,9 @@ class RemoteBox:
 
     can_be_reset = False
 
-    def __init__(self, service: BoxService, sandbox: RemoteSandbox):
+    def __init__(self, service: BoxService, settings: BoxSettings, sandbox: RemoteSandbox):
         self.service = service
+        self.settings = settings
         self.sandbox = sandbox
         self.first_pids = ""
         self.tunnels: list[BoxTunnel] = []
@@ -405,7 +417,13 @@ class RemoteBox:
         """Raises RemoteError if the service makes no such box, RuntimeError without the extra or a
         key."""
         service = SERVICES.get(settings.driver)
-        box = cls(service, await service.run(service.open(settings)))
+        return await cls.open_at(service, settings, service.slots)
+
+    @classmethod
+    async def open_at(
+        cls, service: BoxService, settings: BoxSettings, slots: asyncio.Semaphore
+    ) -> RemoteBox:
+        box = cls(service, settings, await service.run(service.open(settings, slots)))
         try:
             await service.run(box.prepare(settings))
         except BaseException:

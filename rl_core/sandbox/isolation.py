@@ -14,6 +14,7 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,11 @@ PACKAGE = Path(__file__).parents[1]
 BOX_PACKAGE = "/box/rl_core"  # Path of this package inside a box.
 BOX_FOLDER = "/box/run"  # Folder of the socket inside a container.
 CONTAINERS = {"docker": "a container of docker", "podman": "a container of podman"}
+REMOTE = ("kubernetes", "e2b", "daytona", "modal")  # Drivers of boxes elsewhere. box_remote.py
+# Inside a remote box, as root: each process is another user, behind seccomp. remote_programs.py
+BOX = "box"
+FIRST_USER, NUM_USERS = 20_000, 40_000
+PROGRAMS = "/rl_core/programs"  # Folder of the programs' folders at this level.
 SYSTEM = [
     "/usr",
     "/bin",
@@ -144,15 +150,15 @@ def make_read_only(target: str) -> None:
     )
 
 
-def become_nobody(keeps_reading: bool = False) -> None:
+def become_nobody(keeps_reading: bool = False, user: int = NOBODY) -> None:
     """Gives up root's rights for good, except the right to read all files if `keeps_reading`. Has
     no effect on the ids of other users."""
     if os.geteuid() == 0:
         if keeps_reading:
             must(LIBC.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
         set_capabilities(READ_SEARCH if keeps_reading else 0)
     # Root would otherwise own /proc/self, and user namespaces could not map ids.
     LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
@@ -280,7 +286,7 @@ def make_filter(level: str) -> Any:
     except (ImportError, OSError, RuntimeError):
         return None
     made = seccomp.SyscallFilter(seccomp.ALLOW)
-    alone = level == "bubblewrap"
+    alone = level in ("bubblewrap", BOX)
     more = [] if alone else NEW_GROUPS + PRIORITIES + ([] if landlock_version() >= 6 else SIGNALS)
     for name in DENIED + more:
         # A name that is unknown on this machine cannot be called.
@@ -414,12 +420,18 @@ def prepare(level: str) -> tuple[Any, bool]:
     with suppress(OSError):  # Out of memory, the kernel ends a program rather than a rank.
         Path("/proc/self/oom_score_adj").write_text("1000")
     filters = make_filter(level)
-    keeps_reading = level != "bubblewrap" and python_needs_root()
+    keeps_reading = level not in ("bubblewrap", BOX) and python_needs_root()
     if level == "landlock" and not (filters and landlock_version()):
         raise OSError(
             "Landlock in the kernel, and the packages py-landlock and pyseccomp, are needed"
         )
-    become_nobody(keeps_reading)
+    if level == BOX and (filters is None or os.geteuid()):
+        raise OSError(
+            f"its image needs libseccomp (libseccomp2 of Debian and Ubuntu), and root as its user; "
+            f"it has {'no ' if filters is None else ''}libseccomp and the user {os.geteuid()}"
+        )
+    if level != BOX:
+        become_nobody(keeps_reading)
     if not os.path.exists(os.path.realpath(sys.executable)):
         raise OSError(
             f"uid {os.geteuid()} cannot read {sys.executable}; install Python where other users "
@@ -430,16 +442,19 @@ def prepare(level: str) -> tuple[Any, bool]:
 
 
 def try_a_program(level: str) -> None:
-    """Raises OSError if a program would not get its namespaces: AppArmor or a container may allow
-    the box and refuse namespaces inside it."""
+    """Raises OSError if a program would not get its namespaces or user: AppArmor or a container
+    may allow the box and refuse namespaces inside it."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             if level == "bubblewrap":
                 enter_program_namespaces(1)
+            elif level == BOX:
+                become_nobody(user=FIRST_USER)
         except OSError as error:
-            os.write(send, f"no namespaces for a program: {error}".encode()[:4000])
+            lacking = "namespaces" if level == "bubblewrap" else "user"
+            os.write(send, f"no {lacking} for a program: {error}".encode()[:4000])
         finally:
             os._exit(0)
     os.close(send)
@@ -449,15 +464,30 @@ def try_a_program(level: str) -> None:
             raise OSError(error)
 
 
-def open_folder(level: str, disk_mib: int) -> str:
+def open_folder(level: str, disk_mib: int, user: int) -> str:
     """Opens the private folder of one program, makes it the current folder and returns its path."""
     if level == "bubblewrap":
         enter_program_namespaces(disk_mib)
         return "/tmp"
     # Without dir= the module would remember a folder that programs cannot use.
-    folder = tempfile.mkdtemp(prefix="rl_core_sandbox_", dir="/tmp")
+    parent = PROGRAMS if level == BOX else "/tmp"
+    folder = tempfile.mkdtemp(prefix="rl_core_sandbox_", dir=parent)
+    if level == BOX:
+        os.chown(folder, user, user)
     os.chdir(folder)
     return folder
+
+
+def kill_user(user: int) -> None:
+    """Kills all processes of a user at once. A fork that is under way fails."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(user, user, user)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 def remove_folder(folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -101,6 +102,7 @@ class Pool:
         self.control: socket.socket | None = None
         self.finalizer: Any = None
         self.process: subprocess.Popen | None = None
+        self.numbers = itertools.count()
 
     def start(self) -> str:
         """The level of isolation. Raises Refused with the reason of each level."""
@@ -200,6 +202,8 @@ class Pool:
             control = self.control
             try:
                 assert control is not None and self.pid == os.getpid()
+                number = next(self.numbers) % isolation.NUM_USERS
+                header = header | {"user": isolation.FIRST_USER + number}
                 socket.send_fds(control, [json.dumps(header).encode()], fds)
             except (OSError, AssertionError) as error:
                 if self.control is control:

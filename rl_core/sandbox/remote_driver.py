@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from rl_core.sandbox.box_settings import BoxLimits, Sidecar
@@ -20,12 +21,31 @@ class RemoteSettings:
     """Flags --sandbox.*: the same for all remote boxes of a process."""
 
     box_driver: str = ""
-    max_boxes: int = 256  # The limit of this process.
+    max_boxes: int = 256  # The limit of this process; 0 if there are more ranks than boxes.
     idle_s: float = 900.0  # Boxes of a process that was killed end after this time.
     lifetime_s: float = 14_400.0  # Limit of one box.
     kubernetes_namespace: str = ""
     run_file: str = ""  # A file with the run's name in labels of boxes; made with the first box.
     rank: int = 0
+
+
+FLAGS = [field for field in fields(RemoteSettings) if field.name not in ("run_file", "rank")]
+
+
+def add_box_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --sandbox.* to a command that has no run."""
+    for field in FLAGS:
+        parser.add_argument(
+            f"--sandbox.{field.name}",
+            type=type(field.default),
+            default=field.default,
+            help="boxes, as of rl-core train",
+        )
+
+
+def box_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of RemoteSettings from the flags of add_box_flags()."""
+    return {field.name: getattr(args, f"sandbox.{field.name}") for field in FLAGS}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -19,6 +19,7 @@ from rl_core.sandbox.values import decode, encode, read_frame, receive, send, wr
 
 FILE = "program.py"
 MAX_TEXT = 300  # Characters of an exception's message.
+NO_COMPILER = 127  # Exit status, as of a shell.
 
 
 def run(job: socket.socket, rpc: socket.socket | None) -> int:
@@ -91,7 +92,10 @@ def traceback_of(error: BaseException) -> str:
 
 def compile_program(argv: list[str], job: socket.socket) -> int:
     """Compiles a program and sends the file, without running it."""
-    status = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode
+    try:
+        status = subprocess.run(argv, stdin=subprocess.DEVNULL, check=False).returncode
+    except FileNotFoundError:
+        return NO_COMPILER
     if status == 0:
         with open("program", "rb") as file:
             write_frame(job, file.read())

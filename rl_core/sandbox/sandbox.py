@@ -12,60 +12,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.sandbox.isolation import CONTAINERS, LEVELS
+from rl_core.sandbox.isolation import CONTAINERS, LEVELS, REMOTE
+from rl_core.sandbox.job import COMPILE_MIB, COMPILE_S, LANGUAGES, Job, Limits
 from rl_core.sandbox.judging import Result, is_pair, judge_calls, judge_runs, not_compiled
 from rl_core.sandbox.pool import MAX_WAIT, Lost, Outcome, Pool, run_process
+from rl_core.sandbox.runner import NO_COMPILER
 from rl_core.sandbox.values import encode
 
-# Language -> the file, the command that compiles it (or none), the command that runs it. Python
-# runs in a fork of a warm process.
-LANGUAGES: dict[str, tuple[str, list[str], list[str]]] = {
-    "python": ("program.py", [], []),
-    "bash": ("program.sh", [], ["bash", "program.sh"]),
-    "cpp": (
-        "program.cpp",
-        ["g++", "-O2", "-std=c++17", "-o", "program", "program.cpp"],
-        ["./program"],
-    ),
-}
-COMPILE_S, COMPILE_MIB = 30.0, 1024
 CHECKER_S = 5.0  # Time of the tests in addition to the program's.
 # One kill of the warm process can cost three tries: the running one, a queued one, the next launch.
 TRIES = 5
-
-
-@dataclass(kw_only=True, slots=True)
-class Limits:
-    """Limits of one program. Each process also gets timeout_s, rounded up, in CPU seconds."""
-
-    memory_mib: int = 512  # Address space of each process.
-    processes: int = 16  # Threads count too.
-    file_mib: int = 16
-    disk_mib: int = 64  # Size of the private folder; no limit at the level landlock.
-    open_files: int = 64
-    output_kib: int = 256  # Limit of stdout, and of stderr.
 
 
 @dataclass(slots=True)
 class Sandbox:
     """Runs programs, `workers` of them at a time; others wait. One warm process per Sandbox is
     started with the first program and ends with this process. `level`: one of LEVELS instead of the
-    strongest that works here."""
+    strongest that works here, docker or podman, or a remote driver: then programs run in its boxes,
+    which --sandbox.box_driver makes the default."""
 
     workers: int = 0  # 0: this rank's share of the cores.
     limits: Limits = field(default_factory=Limits)
     level: str = ""
-    image: str = ""  # With Python 3.10 or later, for the levels docker and podman.
+    image: str = ""  # With Python 3.10 or later, for containers and remote boxes.
     flags: Sequence[str] = ()  # Flags for `docker run`.
     _pool: Pool = field(init=False, repr=False)
     _slots: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.level and self.level not in LEVELS | CONTAINERS:
-            raise ValueError(f"level={self.level!r} is not one of {', '.join(LEVELS | CONTAINERS)}")
-        if (self.level in CONTAINERS) != bool(self.image):
+        levels = (*LEVELS, *CONTAINERS, *REMOTE)
+        if self.level and self.level not in levels:
+            raise ValueError(f"level={self.level!r} is not one of {', '.join(levels)}")
+        if (self.level in CONTAINERS and not self.image) or (self.level in LEVELS and self.image):
             raise ValueError(
-                f"image={self.image!r} is for level=docker and podman alone, and they need one"
+                f"image={self.image!r} is for remote boxes, and for level=docker and podman, where "
+                "they need one"
             )
         self._pool = Pool([self.level] if self.level else list(LEVELS), self.image, self.flags)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -82,6 +63,15 @@ class Sandbox:
         """Starts the warm process and returns the level of isolation. Raises RuntimeError if no
         level works here."""
         return self._pool.start()
+
+    def check(self) -> None:
+        """Raises RuntimeError or OSError, with the fix, if programs cannot run."""
+        if driver := self.driver:
+            from rl_core.sandbox.remote_programs import check
+
+            check(driver)
+        else:
+            self.start()
 
     def close(self) -> None:
         """Ends the warm process. Running programs continue to their end or deadline; cancel run()
@@ -131,37 +121,64 @@ class Sandbox:
                 '"assert f(2) == 4" and '
                 '{"call": "f(2)", "expected": 4}'
             )
+        job = Job(code=code, language=language, timeout_s=timeout_s, setup=setup)
         if tests and calls:
-            return await self._call(code, tests, setup, timeout_s)
-        binary = None
-        if LANGUAGES[language][1]:
-            done = await self._process(
-                "compile", job(language, code, "compile"), max(timeout_s, COMPILE_S), COMPILE_MIB
-            )
-            if done.exit != 0 or len(done.back) < 4:
-                return not_compiled(done, len(tests))
-            binary = done.back
-        inputs = [test[0] for test in tests] if tests else [stdin]
-        runs = [self._program(code, language, binary, text, timeout_s) for text in inputs]
-        outcomes = await asyncio.gather(*runs)
+            job.calls = [
+                t if isinstance(t, str) else t | {"expected": encode(t["expected"])} for t in tests
+            ]
+        else:
+            job.inputs = [test[0] for test in tests] if tests else [stdin]
+        outcomes = await self._play(job)
+        if job.calls:
+            return judge_calls(*outcomes, tests, math.ceil(timeout_s))
+        if len(outcomes) > len(job.inputs):
+            return not_compiled(outcomes[-1], len(tests))
         return judge_runs(outcomes, tests, math.ceil(timeout_s))
 
-    async def _program(
-        self, code: str, language: str, binary: bytes | None, stdin: str, timeout_s: float
-    ) -> Outcome:
-        parts = job(language, code, "execute" if LANGUAGES[language][2] else "program")
-        if LANGUAGES[language][2]:
+    async def _play(self, job: Job) -> list[Outcome]:
+        if driver := self.driver:
+            from rl_core.sandbox.remote_programs import play
+
+            return await play(driver, self.image, self.limits, job)
+        return await self.play_here(job)
+
+    @property
+    def driver(self) -> str:
+        """The remote driver of boxes for the programs; "" for this machine."""
+        from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES
+
+        driver = self.level or SERVICES.settings.box_driver
+        return driver if driver in REMOTE_DRIVERS else ""
+
+    async def play_here(self, job: Job) -> list[Outcome]:
+        """Outcomes of the program and of the tests' process, or of each run. If the program does
+        not compile, the compiler's outcome, once more than there are runs."""
+        if job.calls:
+            return await self._call(job)
+        binary = None
+        if build := LANGUAGES[job.language][1]:
+            limit_s = max(job.timeout_s, COMPILE_S)
+            parts = frames(job.language, job.code, "compile")
+            done = await self._process("compile", parts, limit_s, COMPILE_MIB)
+            if done.exit == NO_COMPILER:
+                raise RuntimeError(f"language={job.language!r} needs {build[0]}; install it")
+            if done.exit != 0 or len(done.back) < 4:
+                return [done] * (len(job.inputs) + 1)
+            binary = done.back
+        return await asyncio.gather(*(self._program(job, binary, text) for text in job.inputs))
+
+    async def _program(self, job: Job, binary: bytes | None, stdin: str) -> Outcome:
+        runs_command = LANGUAGES[job.language][2]
+        parts = frames(job.language, job.code, "execute" if runs_command else "program")
+        if runs_command:
             parts.append(binary or bytes(4))
         return await self._process(
-            "program", [*parts, stdin.encode(errors="surrogatepass")], timeout_s
+            "program", [*parts, stdin.encode(errors="surrogatepass")], job.timeout_s
         )
 
-    async def _call(self, code: str, tests: Sequence[Any], setup: str, timeout_s: float) -> Result:
+    async def _call(self, job: Job) -> list[Outcome]:
         """Runs two processes: the program's, and the tests' with the expected values. They exchange
         plain values."""
-        wanted = [
-            t if isinstance(t, str) else t | {"expected": encode(t["expected"])} for t in tests
-        ]
         async with self._slot():
             for attempt in range(TRIES):
                 ours, theirs = socket.socketpair()
@@ -170,22 +187,21 @@ class Sandbox:
                     program = asyncio.ensure_future(
                         self._try(
                             "program",
-                            frame({"do": "call", "code": code}),
-                            timeout_s,
+                            frame({"do": "call", "code": job.code}),
+                            job.timeout_s,
                             rpc=ours,
                             stop=ended,
                         )
                     )
                     await asyncio.sleep(0)
-                    spec = frame({"tests": wanted, "setup": setup})
+                    spec = frame({"tests": job.calls, "setup": job.setup})
                     try:
-                        checked = await self._try("check", spec, timeout_s, rpc=theirs)
+                        checked = await self._try("check", spec, job.timeout_s, rpc=theirs)
                     except BaseException:
                         program.cancel()
                         raise
                     ended.set()
-                    done = await program
-                    return judge_calls(done, checked, tests, math.ceil(timeout_s))
+                    return [await program, checked]
                 except Lost:
                     if attempt == TRIES - 1:
                         raise
@@ -229,7 +245,7 @@ def frame(value: Any) -> list[bytes]:
     return [len(data).to_bytes(4, "big") + data]
 
 
-def job(language: str, code: str, do: str) -> list[bytes]:
+def frames(language: str, code: str, do: str) -> list[bytes]:
     """The first frame that a program's process reads."""
     file, build, run = LANGUAGES[language]
     return frame(

@@ -29,6 +29,10 @@ from typing import Any
 from rl_core.sandbox import checker, isolation, runner
 from rl_core.sandbox.values import send
 
+# In a remote box the package is next to this one, whose folder leaves sys.path.
+with suppress(ImportError, OSError, RuntimeError):
+    import pyseccomp  # noqa: F401
+
 
 def serve(level: str, where: int | str, owner_fd: int = -1) -> None:
     """Forks a supervisor for every request until the socket closes or the owner, a pidfd, ends.
@@ -88,19 +92,22 @@ def supervise(
     # Opened before a program's namespaces hide /proc.
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        folder = isolation.open_folder(level, wanted["limits"]["disk_mib"])
+        folder = isolation.open_folder(level, wanted["limits"]["disk_mib"], wanted["user"])
     except OSError as error:
         send(status, {"refused": str(error)})
         return 1
+    problem, at_program = os.pipe()
     pid = os.fork()
     if pid == 0:
-        in_child(lambda: become_program(wanted, fds, level, folder, confinement))
-    for fd in fds:
+        in_child(lambda: become_program(wanted, [*fds, at_program], level, folder, confinement))
+    for fd in (*fds, at_program):
         os.close(fd)
     began = time.monotonic()
     timed_out = wait_for(pid, status, wanted["timeout_s"], wanted["max_wait"], proc)
     _, code, used = os.wait4(pid, 0)
-    if level != "bubblewrap":
+    if level == isolation.BOX:
+        isolation.kill_user(wanted["user"])
+    elif level != "bubblewrap":
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     outcome = {
@@ -111,6 +118,8 @@ def supervise(
     usage = resource.getrusage(resource.RUSAGE_SELF)
     outcome["cpu_s"] = used.ru_utime + used.ru_stime
     outcome["supervisor_s"] = usage.ru_utime + usage.ru_stime
+    if text := os.read(problem, 1 << 12):
+        outcome = {"refused": f"a program could not be isolated: {text.decode()}"}
     with suppress(OSError):  # The owner may be gone.
         send(status, outcome)
     status.close()
@@ -172,10 +181,12 @@ def read(proc: int, name: str) -> str:
 def become_program(
     wanted: dict[str, Any], fds: list[int], level: str, folder: str, confinement: tuple[Any, bool]
 ) -> int:
+    if level == isolation.BOX:
+        isolation.become_nobody(user=wanted["user"])
     isolation.LIBC.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()  # kill(0) reaches a process group across pid namespaces.
-    _, job, out, err, *rpc = fds
-    high = [os.dup2(fd, 100 + n, inheritable=False) for n, fd in enumerate([job, *rpc])]
+    _, job, out, err, *rpc, problem = fds
+    high = [os.dup2(fd, 100 + n, inheritable=False) for n, fd in enumerate([job, *rpc, problem])]
     for n, fd in enumerate((os.open("/dev/null", os.O_RDONLY), out, err)):
         os.dup2(fd, n)
     for n, fd in enumerate(high):
@@ -184,5 +195,11 @@ def become_program(
     os.environ.update(HOME=folder, TMPDIR=folder)
     job = socket.socket(fileno=3)
     other = socket.socket(fileno=4) if rpc else None
-    isolation.confine(level, folder, wanted["limits"], *confinement)
+    problem = 2 + len(high)
+    try:
+        isolation.confine(level, folder, wanted["limits"], *confinement)
+    except OSError as error:
+        os.write(problem, str(error).encode()[: 1 << 12])
+        raise
+    os.close(problem)
     return checker.check(job, other) if wanted["role"] == "check" else runner.run(job, other)

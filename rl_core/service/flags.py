@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from rl_core.sandbox.remote_driver import add_box_flags
+
 TOKEN_VARIABLE = "RL_CORE_SERVICE_TOKEN"
 DISPATCH = ("most_room", "sticky_env")
 
@@ -45,4 +47,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join", default="", metavar="HOST:PORT", help="the controller that the workers join"
     )
+    add_box_flags(parser)
     add_access(parser)

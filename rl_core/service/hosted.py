@@ -11,7 +11,7 @@ from grpc import StatusCode
 from rl_core.data.images import with_images
 from rl_core.data.messages import canonical_messages
 from rl_core.data.tasks import make_task
-from rl_core.environments.env_file import load_env
+from rl_core.environments.env_file import check_boxes, load_env
 from rl_core.environments.env_hooks import execute_file
 from rl_core.sampling.env import SPOKEN
 from rl_core.sampling.hooks import HookError
@@ -31,6 +31,7 @@ class LocalEnv:
     def __init__(self, path: str, *, hook_timeout_s: float, idle_s: float):
         module = execute_file(path)
         self.env = load_env(path, hook_timeout_s=hook_timeout_s, module=module)
+        check_boxes({self.env.name: self.env})
         has = vars(module)
         self.name = self.env.name
         self.path = path

@@ -17,6 +17,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rl_core.sandbox.remote_driver import box_flags
 from rl_core.scratch import scratch_prefix
 from rl_core.service.flags import TOKEN_VARIABLE
 from rl_core.service.hub import Hub
@@ -180,6 +181,10 @@ def worker_command(
     command += ["--replaces", dead, "--name", name, "--parent", str(os.getpid())]
     for flag in ("capacity", "idle_s", "hook_timeout_s", "warm"):
         command += [f"--{flag}", str(getattr(args, flag))]
+    flags = box_flags(args)
+    flags["max_boxes"] //= args.workers
+    for flag, value in flags.items():
+        command += [f"--sandbox.{flag}", str(value)]
     return command + (["--token_file", "/dev/stdin"] if has_token else [])
 
 

@@ -24,6 +24,8 @@ from grpc import StatusCode
 from rl_core import __version__
 from rl_core.sampling.hooks import LoopClock
 from rl_core.sampling.watchdog import name_what_blocks
+from rl_core.sandbox import boxes
+from rl_core.sandbox.remote_driver import box_flags
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.containers import (
     ContainedEnv,
@@ -439,6 +441,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
+        boxes.configure(**box_flags(args))
         return asyncio.run(run(args, Access.of(args)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -64,13 +64,14 @@ def check(path: str, options: argparse.Namespace) -> JSONObject:
     from rl_core.environments.env_file import check_actors, check_boxes, load_env, speakers
     from rl_core.sampling.watchdog import run_hooks
     from rl_core.sandbox import boxes
+    from rl_core.sandbox.remote_driver import box_flags
 
     module = None
     if "://" in path:
         from rl_core.service.served_module import load_served
 
         module = load_served(path)
-    boxes.configure(box_driver=options.box_driver)
+    boxes.configure(**box_flags(options))
     env = load_env(path, hook_timeout_s=options.hook_timeout_s, module=module)
     check_boxes({env.name: env})
     say("environment", [path, *map(describe_hook, env.hooks.values())])
@@ -170,6 +171,8 @@ def refused_tasks(rows: str | None) -> dict[str, list[str]]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    from rl_core.sandbox.remote_driver import add_box_flags
+
     parser = argparse.ArgumentParser(
         prog="rl-core check", description=str(__doc__).splitlines()[0], allow_abbrev=False
     )
@@ -196,9 +199,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="play each task's own solution, by oracle(task) of the file, and doing nothing",
     )
-    parser.add_argument(
-        "--sandbox.box_driver", dest="box_driver", default="", help="boxes: kubernetes, for example"
-    )
+    add_box_flags(parser)
     timeout = "timeout of one call of a hook; all tasks are tried concurrently [60]"
     parser.add_argument("--hook_timeout_s", type=float, default=60.0, help=timeout)
     parser.add_argument(

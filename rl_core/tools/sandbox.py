@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from rl_core.sandbox import Limits, Sandbox
-from rl_core.sandbox.isolation import LEVELS
+from rl_core.sandbox.isolation import LEVELS, REMOTE
 
 WITHOUT_SECCOMP = (
     "without seccomp: system calls are not filtered, because pyseccomp is not installed where the "
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     for command in (run, commands.add_parser("level", help="print the level of isolation")):
         command.add_argument(
             "--level",
-            choices=list(LEVELS),
+            choices=[*LEVELS, *(REMOTE if command is run else ())],
             default="",
             help="default: the strongest that works here",
         )

@@ -6,11 +6,13 @@ import gc
 import inspect
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import kit
 import kube_server
@@ -18,7 +20,9 @@ import machine
 import pytest
 from kit import wait_until
 
+from rl_core.config import parse_config
 from rl_core.environments.agents import forward
+from rl_core.plan.plan import configure_boxes
 from rl_core.sandbox import box_kubernetes, box_remote, boxes, tunnel
 
 REASON = machine.missing()
@@ -276,6 +280,27 @@ def test_what_is_missing_is_named_before_a_model_loads(server, monkeypatch, tmp_
         boxes.configure(box_driver="lambda")
 
 
+@pytest.mark.parametrize("max_boxes, share", [(3, 0), (4, 1), (11, 2)])
+def test_ranks_share_the_bound_and_each_needs_a_box(
+    server, monkeypatch, tmp_path, max_boxes, share
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags = f"--model m --env_path e.py --out {tmp_path / 'out'} --sandbox.max_boxes {max_boxes}"
+    configure_boxes(parse_config([*shlex.split(flags), "--sandbox.box_driver", "kubernetes"]))
+    assert boxes.SERVICES.settings.max_boxes == share
+    with nullcontext() if share else pytest.raises(RuntimeError, match="less than the number of r"):
+        boxes.check_machine()
+
+
+def test_workers_of_served_environments_have_the_flags_of_boxes(server, tmp_path):
+    (tmp_path / "env.py").write_text(ENV)
+    server.faults["list"] = [(403, {}, "no pods for you")] * 2
+    line = [sys.executable, "-m", "rl_core.tools.cli", "serve", tmp_path / "env.py", "--port", "0"]
+    line += ["--sandbox.box_driver", "kubernetes", "--workers", "1"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert "env.py: kubernetes: a request: 403: no pods for you" in done.stderr, done
+
+
 def test_a_forgotten_box_is_removed_and_never_by_a_fork(server, tmp_path):
     boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / "run"))
     box = asyncio.run(boxes.open({}))
@@ -307,15 +332,20 @@ def ask(text, url=os.environ["OPENAI_BASE_URL"]):
 open("said.txt", "w").write(ask(sys.argv[1]))
 """
 ENV = """
+from rl_core.sandbox import Sandbox
+
 agent = ["python3", "program.py", "{prompt}"]
 box = True
+sandbox = Sandbox()
 
 def load_tasks(split):
     return [{"prompt": "12"}, {"prompt": "34"}]
 
 async def reward_fn(box, result):
     assert result.exit_code == 0, result
-    return float(sum(await box.get("/app/said.txt")))
+    total = sum(await box.get("/app/said.txt"))
+    code = f"def f(x): return x + {total}"
+    return total * (await sandbox.run(code, tests=[f"assert f(1) == {total + 1}"])).share
 """
 
 
