@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -33,13 +33,13 @@ def main(argv: list[str] | None = None) -> int:
     traceback if RL_CORE_DEBUG=1."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
-    with refusing_exits():
-        status = run_command(argv)
+    with refusing_exits(), ExitStack() as at_end:
+        status = run_command(argv, at_end)
     leave_threads(status)
     return status
 
 
-def run_command(argv: list[str] | None) -> int:
+def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
     ranks: Ranks | None = None
     try:
         argv = sys.argv[1:] if argv is None else argv
@@ -55,8 +55,10 @@ def run_command(argv: list[str] | None) -> int:
         from rl_core.plan.plan import make_plan
         from rl_core.plan.rank_agreement import check_ranks_agree
         from rl_core.run.run_folder import locked
+        from rl_core.sandbox.box_remote import SERVICES
         from rl_core.trainer import Trainer, run_to_end
 
+        at_end.callback(SERVICES.close)
         plan = make_plan(config)
         assert config.out
         gc.freeze()
@@ -85,10 +87,6 @@ def run_command(argv: list[str] | None) -> int:
     except Exception as error:
         report_failure(error, ranks)
         return 1
-    finally:
-        # Not imported by --help.
-        if remote := sys.modules.get("rl_core.sandbox.box_remote"):
-            remote.SERVICES.close()
 
 
 def end_on_writer(trainer: Trainer) -> None:

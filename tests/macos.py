@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 
@@ -216,7 +216,7 @@ def refusals() -> dict[str, str]:
     }
     for name, line in flags.items():
         with redirect_stderr(StringIO()) as shown:
-            assert run_command(line.split()) == 1
+            assert run_command(line.split(), ExitStack()) == 1
         errors[name] = shown.getvalue()
     return errors
 

@@ -11,7 +11,7 @@ from functools import cache
 
 ROOT = "--tmpfs / --ro-bind /usr /usr --symlink usr/bin /bin --symlink usr/lib /lib"
 ROOT += " --symlink usr/lib64 /lib64 --symlink usr/sbin /sbin --ro-bind /etc /etc --proc /proc"
-ROOT += f" --dev /dev --dir /tmp --chmod 1777 /tmp --ro-bind {sys.base_prefix} {sys.base_prefix}"
+ROOT += f" --dev /dev --dir /tmp --chmod 1777 /tmp --dir /var/tmp --chmod 1777 /var/tmp --ro-bind {sys.base_prefix} {sys.base_prefix}"
 APART = "--unshare-pid --unshare-net --unshare-ipc --unshare-uts --as-pid-1 --die-with-parent"
 PATH = f"/tmp/bin:{sys.base_prefix}/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 # This shell reaps what others leave.
