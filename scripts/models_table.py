@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from script_tools import make_parser, read_metrics, write_rows
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from rl_core.data.image_families import FAMILIES as SEEING
 from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.models.loading import model_class
 from rl_core.tools.tiny_model import character_tokenizer
@@ -338,7 +339,7 @@ def summary(results: dict[str, tuple[dict[str, str], list[str]]]) -> list[str]:
         if column in ("SFT", "reload", "engine")
     }
     largest = ", ".join(f"{column} {value}" for column, value in numbers.items())
-    lines.append(f"- **largest differences**: {largest}")
+    lines += [f"- **largest differences**: {largest}", f"- **see images**: {', '.join(SEEING)}"]
     for name, (row, reasons) in results.items():
         failed = ", ".join(column for column in COLUMNS if row[column] in ("**no**", "-"))
         lines += [f"- **{name}**, {failed or 'differs'}: {'; '.join(reasons)}"] * bool(reasons)

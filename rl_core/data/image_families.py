@@ -302,6 +302,50 @@ class Gemma3(OneSize):
         return [self.placeholder_id, *super().expand(image), self.config.eoi_token_id]
 
 
+class Gemma4(ImageFamily):
+    """Images resized to a number of tokens, at most that of the processor, between two tokens. In
+    some models they see one another where a layer has a window."""
+
+    arguments = ("pixel_values", "image_position_ids")
+
+    def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
+        super().__init__(config, processor, path)
+        if config.get_text_config().use_bidirectional_attention == "vision":
+            self.sees_ahead, self.types_argument = "windows", "mm_token_type_ids"
+
+    @property
+    def edge(self) -> int:
+        """Pixels of a token's edge."""
+        return self.processor.patch_size * self.processor.pooling_kernel_size
+
+    def limit_pixels(self, most: int) -> None:
+        fitting = [num for num in GEMMA4_TOKENS if num * self.edge**2 <= most]
+        if not fitting:
+            raise ValueError(
+                f"--data.max_image_pixels={most}: {self.config.model_type} (model {self.path}) "
+                f"takes at least {GEMMA4_TOKENS[0] * self.edge**2}; give more, or leave it out"
+            )
+        self.processor.max_soft_tokens = min(self.processor.max_soft_tokens, fitting[-1])
+
+    def num_tokens(self, image: InputImage) -> int:
+        from transformers.models.gemma4.image_processing_pil_gemma4 import (
+            get_aspect_ratio_preserving_size,
+        )
+
+        max_patches = self.processor.max_soft_tokens * self.processor.pooling_kernel_size**2
+        height, width = get_aspect_ratio_preserving_size(
+            image.height,
+            image.width,
+            self.processor.patch_size,
+            max_patches,
+            self.processor.pooling_kernel_size,
+        )
+        return height * width // self.edge**2
+
+    def expand(self, image: InputImage) -> list[int]:
+        return [self.config.boi_token_id, *super().expand(image), self.config.eoi_token_id]
+
+
 class Llava(OneSize):
     """LLaVA 1.5: one token for each patch."""
 
@@ -326,10 +370,9 @@ class LlavaNext(Llava):
     feature."""
 
     arguments = ("pixel_values", "image_sizes")
-    most_pixels: int | None = None
 
     def limit_pixels(self, most: int) -> None:
-        self.most_pixels = most
+        """Does nothing: the processor gets smaller images; see limited()."""
 
     @cached_property
     def rule(self) -> Any:
@@ -353,7 +396,7 @@ class LlavaNext(Llava):
 
     def limited(self, image: InputImage) -> tuple[int, int]:
         """Height and width of the image that the processor gets."""
-        ratio = (self.most_pixels or math.inf) / (image.height * image.width)
+        ratio = (self.max_pixels or math.inf) / (image.height * image.width)
         scale = min(1.0, ratio**0.5)
         return max(1, int(image.height * scale)), max(1, int(image.width * scale))
 
@@ -381,6 +424,8 @@ class LlavaOnevision(LlavaNext):
     max_images = 1
 
 
+# Numbers of tokens of an image that Gemma 4's processor takes.
+GEMMA4_TOKENS = (70, 140, 280, 560, 1120)
 # Kind of vision tower -> number of its tokens before those of patches.
 CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 # Value of model_type in config.json -> family.
@@ -393,6 +438,7 @@ FAMILIES: dict[str, type[ImageFamily]] = {
     "internvl": InternVL,
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics3),
     "gemma3": Gemma3,
+    "gemma4": Gemma4,
     "llava": Llava,
     "llava_next": LlavaNext,
     "llava_onevision": LlavaOnevision,
@@ -400,10 +446,8 @@ FAMILIES: dict[str, type[ImageFamily]] = {
 
 
 # Value of model_type -> reason why its images are refused.
-BIDIRECTIONAL = "the tokens of an image attend to later ones, and attention here is causal"
 REFUSED = {
-    "gemma4": f"in some sizes {BIDIRECTIONAL}",
-    "gemma4_unified": f"in some sizes {BIDIRECTIONAL}",
+    "gemma4_unified": "transformers reads its images with torchvision alone",
     "kimi_k25": "transformers reads its images with torchvision alone",
 }
 
@@ -525,7 +569,8 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
     try:
         config = load_pretrained(AutoConfig, path)
     except (OSError, ValueError) as error:  # A folder of a tokenizer has none.
-        return f"model {path} has no config.json to read ({str(error).splitlines()[0]})"
+        reason = str(error).splitlines()[0]
+        return f"config.json of model {path} is missing, or needs custom code ({reason})"
     if not hasattr(config, "vision_config"):
         return f"model {path} ({config.model_type}) reads text alone"
     kind = FAMILIES.get(config.model_type)

@@ -49,3 +49,12 @@ def load_pretrained(family: type, path: str, **options: object) -> Any:
 def from_config(family: type, config: object, **options: object) -> Any:
     """A model of this configuration with new weights."""
     return family.from_config(config, trust_remote_code=False, **options)
+
+
+def size_of_layers(text: Any, name: str) -> int | None:
+    """A size in the configuration of a language model; the largest where layers differ, as in
+    Gemma 4. None if the configuration lacks it."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers raises it where layers differ.
+        return max(getattr(layer, name) for layer in text.per_layer_config)

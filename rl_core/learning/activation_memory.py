@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rl_core.data.pretrained import size_of_layers
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -23,13 +25,13 @@ class Widths:
 def widths(text: PretrainedConfig) -> Widths:
     """`text`: configuration of the language model."""
     heads = getattr(text, "num_attention_heads", 0)  # Mamba has no heads.
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    head_dim = size_of_layers(text, "head_dim") or text.hidden_size // max(1, heads)
     return Widths(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         queries=heads * head_dim,
-        keys=(getattr(text, "num_key_value_heads", None) or heads) * head_dim,
+        keys=(size_of_layers(text, "num_key_value_heads") or heads) * head_dim,
     )
 
 

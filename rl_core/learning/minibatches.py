@@ -30,6 +30,7 @@ from rl_core.data.packing import (
     split_groups,
     trimmed,
 )
+from rl_core.data.pretrained import size_of_layers
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.metrics import Mean, Metric, Sum, add_metrics
 from rl_core.models.policy import backbone
@@ -216,7 +217,7 @@ def pair_work(hf: PreTrainedModel) -> float:
     num_layers = 0
     for kind in kinds:
         num_layers += kind.endswith(("attention", "hybrid")) and kind != "linear_attention"
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    head_dim = size_of_layers(text, "head_dim") or text.hidden_size // heads
     return 2 * heads * head_dim * num_layers / active_parameters(hf)
 
 

@@ -78,7 +78,9 @@ class VisionModel:
 
 
 DEEPSTACK = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+# The last layer is not of use here: what image tokens see in it reaches no text.
+WINDOW = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+WINDOW |= {"num_hidden_layers": 3, "sliding_window": 3}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
 TILE = {"image_size": 8}
 GRIDS = [[8, 16], [16, 8], [16, 16]]  # Heights and widths of LLaVA's tiles.
@@ -151,6 +153,26 @@ VISION_MODELS: dict[str, VisionModel] = {
         preprocessor={"image_processor_type": "SmolVLMImageProcessor"} | TILES,
         tokens=TILE_TOKENS,
     ),
+    # An image has at most 70 tokens of 8 x 8 pixels, to which it is enlarged.
+    "gemma4": VisionModel(
+        tower=LAYERS
+        | {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": 2}
+        | {"position_embedding_size": 320},
+        text=WINDOW
+        | {"model_type": "gemma4_text", "rope_parameters": None, "global_head_dim": 32}
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 110}
+        | {"use_bidirectional_attention": "vision"},
+        has_axes=False,
+        preprocessor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "size": None,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 2,
+        },
+        tokens=("<|image>", "<image|>"),
+        image="<|image_pad|>",
+        ids={"boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+    ),
     **{
         arch: VisionModel(
             tower=LAYERS | TILE | {"model_type": f"{kind}_vision_model"},
@@ -171,7 +193,7 @@ VISION_MODELS: dict[str, VisionModel] = {
             ("llava_onevision", "siglip", "LlavaOnevision"),
         )
     },
-    # An image has 2 x 2 tokens; the first layer's window is shorter.
+    # An image has 2 x 2 tokens, more than the window.
     "gemma3": VisionModel(
         tower=LAYERS | {"model_type": "siglip_vision_model", "image_size": 16},
         text=WINDOW | {"model_type": "gemma3_text", "rope_parameters": None},

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -84,6 +85,7 @@ FAMILIES: dict[str, tuple] = {
     "idefics3": (Idefics3Processor, TILES | {"global_image_tag": "<global-img>"}),
     "smolvlm": (SmolVLMProcessor, TILES | {"global_image_token": "<global-img>"}),
     "gemma3": (Gemma3Processor, {"full_image_sequence": GEMMA}),
+    "gemma4": (Gemma4Processor, {"boi_token": "<|image>", "eoi_token": "<image|>"}),
     "llava": (LlavaProcessor, LLAVA),
     "llava_next": (LlavaNextProcessor, LLAVA),
     "llava_onevision": (
@@ -181,10 +183,12 @@ def test_newlines_around_an_image_join_those_of_the_text(contents, make_model):
     [
         ({"do_pan_and_scan": True}, None, "has do_pan_and_scan"),
         ({}, 255, "--data.max_image_pixels=255: gemma3"),
+        ({"max_soft_tokens": 140}, 4479, "takes at least 4480"),
     ],
 )
-def test_settings_of_gemma3_are_refused(changes, most, reason, make_model, tmp_path):
-    shutil.copytree(make_model("gemma3"), tmp_path / "model")
+def test_settings_of_gemma_are_refused(changes, most, reason, make_model, tmp_path):
+    arch = "gemma4" if "max_soft_tokens" in changes else "gemma3"
+    shutil.copytree(make_model(arch), tmp_path / "model")
     file = tmp_path / "model/preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     assert reason in str(load_family(str(tmp_path / "model"), most))
@@ -251,7 +255,7 @@ def conversations() -> tuple[list, list]:
 def test_the_engine_samples_with_transformers_logprobs(path):
     chat = load_chat(path)
     model = AutoModelForImageTextToText.from_pretrained(path)
-    more = {"num_slots": 5, "max_context_tokens": 256}
+    more = {"num_slots": 5, "max_context_tokens": 1024 if "gemma4" in path else 256}
     engine = embedded(model, **more, tokenizer=chat.tokenizer, vision=chat.vision)
     samples = asyncio.run(converse(engine, chat, *conversations()))
     assert {len(sample.images) for sample in samples} == {0, 2, 3}

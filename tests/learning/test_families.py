@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from models_table import (
     load_plain,
     make_family,
     plain_logprobs,
+    summary,
     try_family,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl_core.data.image_families import FAMILIES as SEEING
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import init_ranks
 from rl_core.engines.hf_sampling import choose_sampler
@@ -60,6 +63,13 @@ def test_configurations_of_the_table_hold_only_what_their_family_has(name):
     config = family_config(name)
     for section in (config, config.get_text_config(), getattr(config, "vision_config", config)):
         assert section.to_dict().keys() <= type(section)().to_dict().keys()
+
+
+def test_the_page_names_the_families_that_see():
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    line = "- **see images**: " + ", ".join(SEEING)
+    assert line in page.splitlines(), line
+    assert line in summary({})
 
 
 @pytest.mark.parametrize("name", families(FORWARDS))
