@@ -313,7 +313,8 @@ def loaded_column(value: JSON, folder: Path | None) -> list[str] | None:
     """The URLs of a column of images; None if it holds none. A text that names no file of an image
     is of another column, such as the container of an environment."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
-    if values in ([], [None], [""]) or any(isinstance(v, str) and not is_named(v) for v in values):
+    is_empty = not values or (len(values) == 1 and values[0] is None)
+    if is_empty or any(isinstance(v, str) and not is_named(v) for v in values):
         return None
     urls = []
     for number, each in enumerate(values, 1):

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from rl_core.data.image_families import PixelCache, load_family
-from rl_core.data.images import decoded_image, image_of, images_of, read_image
+from rl_core.data.images import decoded_image, image_of, images_of, loaded_column, read_image
 from rl_core.data.messages import canonical_messages
 from rl_core.data.rows import load_rows
 from rl_core.data.tables import load_other
@@ -138,6 +138,10 @@ def test_rows_of_a_file_have_their_images_where_they_belong(row, texts, folder):
     for source in ("rows.jsonl", "*.jsonl", ""):
         [task] = tasks_in(str(folder / source))
         assert shown(task.messages) == texts
+
+
+def test_a_column_of_a_row_in_code_holds_an_array():
+    assert loaded_column(RED, None) == loaded_column([Image.fromarray(RED)], None) != [None]
 
 
 def test_columns_of_images_of_a_table_are_read(folder):
