@@ -345,6 +345,10 @@ class Gemma4(ImageFamily):
     def expand(self, image: InputImage) -> list[int]:
         return [self.config.boi_token_id, *super().expand(image), self.config.eoi_token_id]
 
+    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        # Pixels are padded to one shape, whatever the number of tokens; see PixelCache.joined().
+        return super().joined(of_images)
+
 
 class Llava(OneSize):
     """LLaVA 1.5: one token for each patch."""

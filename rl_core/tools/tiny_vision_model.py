@@ -103,6 +103,13 @@ VISION_MODELS: dict[str, VisionModel] = {
         tower={"num_position_embeddings": 64},
         text=LINEAR | {"layer_types": ["linear_attention", "full_attention"]},
     ),
+    "qwen3_5_moe": VisionModel(
+        tower={"num_position_embeddings": 64},
+        text=LINEAR
+        | EXPERTS
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
     "glm4v": VisionModel(tower={"image_size": 32}, preprocessor=GLM),
     "glm4v_moe": VisionModel(
         tower={"image_size": 32}, text=EXPERTS | GLM_EXPERTS, preprocessor=GLM

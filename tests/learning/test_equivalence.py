@@ -484,7 +484,7 @@ CASES = {
     ),
     **{
         model: Case("", ("pictures",), model, layouts=("",))
-        for model in ("glm4v", "glm4v_moe", "qwen3_5")
+        for model in ("glm4v", "glm4v_moe", "qwen3_5", "qwen3_5_moe")
     },
     **{model: Case("", (f"pictures, {model}",), model, layouts=("",)) for model in FRAMES},
     **{
@@ -521,7 +521,7 @@ def update(
     weight)."""
     learner = make_learner(model, SGD, *flags, ranks=ranks)
     # All other families are packed. choose_forward() would fall back to padded rows if that failed.
-    if learner.policy.hf.config.model_type in ("lfm2", "qwen3_5"):
+    if learner.policy.hf.config.model_type in ("lfm2", "qwen3_5", "qwen3_5_moe"):
         choose_forward(learner.policy, learner.ranks)
     before = named_weights(learner)
     minibatches, _ = learner.shard(samples)
