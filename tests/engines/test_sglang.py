@@ -18,6 +18,7 @@ from dataclasses import replace
 from glob import glob
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -27,6 +28,8 @@ from safetensors.torch import load_file
 from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_prompts, spec_of
 
 from rl_core.config import LoraConfig, parse_config
+from rl_core.data.image_families import load_family
+from rl_core.data.images import read_image
 from rl_core.engines.options import engine_factory
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
@@ -36,7 +39,7 @@ from rl_core.plan.plan import choose_engine, make_plan
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.sampling.engine import Engine, EngineDied, ServerSpec
 from rl_core.train import main
-from rl_core.types import Completion, SamplingParams
+from rl_core.types import Completion, RunError, SamplingParams
 
 ENV = ROOT / "envs/sort_digits.py"
 
@@ -56,6 +59,7 @@ class Standin:
         self.deaths, self.counts = set(), Counter()
         self.wait_for: dict[str, threading.Event] = {}  # path -> what its answers wait for
         self.version = "0.5.19"
+        self.num_read: int | None = None  # Tokens of prompts with images, which None refuses.
         self.adapters, self.loop, started = {}, asyncio.new_event_loop(), threading.Event()
         threading.Thread(target=self.serve, args=(started,), daemon=True).start()
         assert started.wait(60)
@@ -83,6 +87,8 @@ class Standin:
             request.transport.close()
         while path in self.wait_for and not self.wait_for[path].is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+        if "image_data" in body and self.num_read is None:
+            return web.json_response({"error": "Non-base64 digit found"}, status=400)
         if path == "generate":
             tokens, reason, *logprob = (
                 self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -90,6 +96,7 @@ class Standin:
             meta = {
                 "finish_reason": reason,
                 "output_token_logprobs": [[*(logprob or [-0.5]), t] for t in tokens],
+                "prompt_tokens": self.num_read or len(body["input_ids"]),
             }
             if body.get("return_sampling_mask") and self.version != "0.5.16":
                 # Lacks newer tokens, as of a request that is aborted in the queue.
@@ -133,6 +140,21 @@ def make(tiny_model, standin, tmp_path):
     yield engine
     for one in made:
         asyncio.run(one.close())
+
+
+@pytest.mark.parametrize("num_read, error", [(None, "with 400"), (3, "read 3 of 7 tokens")])
+def test_a_running_server_needs_rl_cores_processor_of_images(
+    num_read, error, make, standin, make_model
+):
+    family = load_family(str(make_model("qwen3_vl", heads=2)))
+    image = read_image(np.zeros((16, 24, 3), np.uint8))
+    standin.num_read = num_read
+    asked = make(vision=family).generate(
+        [4, *family.expand(image)], SamplingParams(max_tokens=1), seed=0, images=[image]
+    )
+    with pytest.raises(RunError, match=f"{error}.*SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"):
+        asyncio.run(asked)
+    assert standin.requests[-1][1]["input_ids"] == [4, *[family.token_id] * 6]
 
 
 def weights_of(engine: SGLangEngine, value: float) -> dict[str, torch.Tensor]:
