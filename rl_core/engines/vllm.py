@@ -4,6 +4,7 @@ and the routes that pause the server and update its weights.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from rl_core.config import Config
 from rl_core.engines.buckets import in_flat_buckets
 from rl_core.engines.remote import ask
 from rl_core.engines.server_engine import AdapterSlot, ServedEngine, is_kept
+from rl_core.engines.vllm_images import FAMILIES, image_features
 from rl_core.engines.vllm_server import VLLMServer, check_vllm, missing_flags
 from rl_core.engines.weight_transfer import (
     BucketsTransfer,
@@ -109,7 +111,7 @@ class VLLMEngine(ServedEngine):
     """See ServedEngine. A request's seed gives its tokens, up to rounding, which depends on the
     requests that are computed together."""
 
-    server_class = VLLMServer
+    server_class, sees, image_families = VLLMServer, True, FAMILIES
     transfers: ClassVar[dict[str, type[Transfer]]] = {"files": VLLMFiles, "device": VLLMDevice}
     lora_layers = frozenset(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -140,8 +142,8 @@ class VLLMEngine(ServedEngine):
             info = await self._ask("server_info?config_format=json", None)
         except RuntimeError as error:
             raise RunError(
-                f"{error}; engine_urls needs the address of a vLLM server, not of a router, "
-                "started with VLLM_SERVER_DEV_MODE=1"
+                f"{error}; engine_urls needs the address of each vLLM server, started with "
+                "VLLM_SERVER_DEV_MODE=1. A router would pause and update one of its servers"
             ) from None
         if flags := missing_flags(info, self.spec):
             raise RunError(f"{self.server} was not started with {' '.join(flags)}")
@@ -169,8 +171,16 @@ class VLLMEngine(ServedEngine):
         num_ids = self._num_ids(params) if is_kept(params) else 0
         # A continued request draws other random numbers than its first tokens did.
         seed = counter_seed(seed, "vllm", len(done.token_ids)) % 2**31
-        body = {"request_id": rid, "token_ids": [*prompt_ids, *done.token_ids]}
-        body["sampling_params"] = sampling_params(params, max_tokens - len(done.token_ids), seed)
+        ids, stops = self.model_ids(prompt_ids, done), self.stop_token_ids(params)
+        body = {"request_id": rid, "token_ids": ids}
+        if images:
+            vision, dtype = self.spec.vision, self.spec.dtype
+            assert vision, self.spec.model
+            body["features"] = await asyncio.to_thread(
+                image_features, images, prompt_ids, vision, dtype
+            )
+        left = max_tokens - len(done.token_ids)
+        body["sampling_params"] = sampling_params(params, stops, left, seed)
         body["sampling_params"]["logprobs"] = num_ids
         body |= {"model": slot.folder.name} if slot else {}
         answer = await self._ask("inference/v1/generate", body, timeout_s=None)
@@ -227,7 +237,9 @@ class VLLMEngine(ServedEngine):
             await self._ask("collective_rpc", {"method": "forget_adapters"})
 
 
-def sampling_params(params: SamplingParams, max_tokens: int, seed: int) -> JSONObject:
+def sampling_params(
+    params: SamplingParams, stop_token_ids: list[int], max_tokens: int, seed: int
+) -> JSONObject:
     """Sampling parameters under vLLM's names."""
     return {
         "temperature": params.temperature,
@@ -237,7 +249,7 @@ def sampling_params(params: SamplingParams, max_tokens: int, seed: int) -> JSONO
         "top_k": params.top_k or 0,
         "seed": seed,
         "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
+        "stop_token_ids": stop_token_ids,
         "include_stop_str_in_output": True,
         # Stop strings alone need the text.
         "detokenize": bool(params.stop),

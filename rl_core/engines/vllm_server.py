@@ -20,6 +20,8 @@ SETTINGS = {
     "max_logprobs": -1,
     "worker_extension_cls": "rl_core.engines.vllm_worker.WorkerExtension",
 }
+# Pixels arrive as the vision tower reads them: vLLM would rescale and normalize them once more.
+SEES = {"mm_device_do_normalize": False}
 HEAD = '{"head_dtype": "float32"}'  # The learner computes logits in fp32.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that --max-lora-rank takes.
 # Flag of the server that --engine_args may not set -> the flag of rl_core that sets it.
@@ -47,6 +49,7 @@ OWN_FLAGS = {
     "--weight-transfer-config": "",
     "--enable-scale-out": "",
     "--worker-extension-cls": "",
+    "--mm-device-do-normalize": "",
 }
 
 
@@ -86,20 +89,24 @@ def cache_bytes(spec: EngineSpec) -> int:
     return num_values * spec.dtype.itemsize * spec.num_slots * spec.max_context_tokens
 
 
-def flag_of(setting: str) -> str:
-    return f"--{setting.replace('_', '-')}"
+def flag_of(setting: str, value: object) -> str:
+    """The flag of the server that sets this value."""
+    name = setting.replace("_", "-")
+    return f"--no-{name}" if value is False else f"--{name} {value}"
 
 
 def missing_flags(info: JSONObject, spec: EngineSpec) -> list[str]:
     """Flags that a server was not started with. info: of its route /server_info."""
     config = info["vllm_config"]
     settings: JSONObject = {**config["model_config"], **config["parallel_config"]}
+    settings |= settings.get("multimodal_config") or {}
     wanted = SETTINGS | {"dtype": str(spec.dtype).removeprefix("torch.")}
     wanted["max_model_len"] = max(settings["max_model_len"], spec.max_context_tokens)
+    wanted |= SEES if spec.vision else {}
     flags = []
     for name, value in wanted.items():
         if str(settings.get(name)).removeprefix("torch.") != str(value):
-            flags.append(f"{flag_of(name)} {value}")
+            flags.append(flag_of(name, value))
     overrides = settings.get("hf_overrides")
     is_wide = isinstance(overrides, dict) and overrides.get("head_dtype") == "float32"
     if spec.dtype != torch.float32 and not is_wide:
@@ -114,7 +121,8 @@ def server_args(spec: EngineSpec) -> list[str]:
     args += f"--max-model-len {spec.max_context_tokens} --max-num-seqs {spec.num_slots} "
     # No defaults of the model's files.
     args += "--generation-config vllm --enable-scale-out --disable-uvicorn-access-log "
-    args += "".join(f"{flag_of(name)} {value} " for name, value in SETTINGS.items())
+    settings = SETTINGS | (SEES if spec.vision else {})
+    args += "".join(f"{flag_of(name, value)} " for name, value in settings.items())
     if spec.adapters:
         rank = max(config["r"] for config in spec.adapters.values())
         allowed = min((r for r in RANKS if r >= rank), default=rank)
@@ -128,6 +136,8 @@ def server_args(spec: EngineSpec) -> list[str]:
         args += f"--gpu-memory-utilization {spec.memory_frac} --enable-sleep-mode "
     words = ["--model", spec.model, *args.split()]
     words += ["--weight-transfer-config", json.dumps({"backend": "rl_core"})]
+    if spec.vision:  # Images alone, which the run itself keeps.
+        words += ["--limit-mm-per-prompt", json.dumps({"video": 0}), "--mm-processor-cache-gb", "0"]
     if spec.dtype != torch.float32:
         words += ["--hf-overrides", HEAD]
     return [*words, *shlex.split(spec.server.args)]

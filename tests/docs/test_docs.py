@@ -48,6 +48,7 @@ OTHERS = {
     "torchrun": "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id standalone",
     "sglang": "api-key enable-deterministic-inference enable-lora enable-memory-saver enable-return-routed-experts"
     " kv-cache-dtype max-loras-per-batch model-path quantization port host",
+    "vllm": "no-mm-device-do-normalize",
     "of schedulers, containers and "
     "viewers": "requeue signal runtime security-opt logdir from-literal from-file",
 }

@@ -23,9 +23,11 @@ from test_sglang import (
     two_ways,
 )
 
+from rl_core.config import parse_config
 from rl_core.engines.server_process import own_flag
 from rl_core.engines.vllm import VLLMEngine
 from rl_core.engines.vllm_server import OWN_FLAGS, SETTINGS, flag_of, missing_flags
+from rl_core.plan.image_checks import why_no_images
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_servers_that_run_already_get_the_weights_and_again_if_one_is_started_an
         arguments = ["serve", warm, "--port", port, "--dtype", "float32", "--max-model-len", 64]
         arguments += ["--enforce-eager", "--enable-scale-out"]
         for name, value in SETTINGS.items():
-            arguments += [flag_of(name), value]
+            arguments += flag_of(name, value).split()
         with open(tmp_path / f"{port}.log", "a") as file:
             servers[port] = subprocess.Popen(
                 [Path(sys.executable).with_name("vllm"), *map(str, arguments)],
@@ -176,6 +178,7 @@ def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_n
     model |= {"max_model_len": 512, "hf_overrides": {"head_dtype": "float32"}}
     extension = "rl_core.engines.vllm_worker.WorkerExtension"
     spec = engine_spec(None, dtype=torch.bfloat16, max_context_tokens=512)
+    sees = {"multimodal_config": {"mm_device_do_normalize": True}}
     for changed, expected in [
         ({}, ""),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
@@ -183,10 +186,22 @@ def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_n
         ({"dtype": "torch.float16"}, "--dtype bfloat16"),
         ({"max_model_len": 511}, "--max-model-len 512"),
         ({"max_model_len": 1024}, ""),
+        (sees, ""),
+        (sees | {"vision": "family"}, "--no-mm-device-do-normalize"),
         ({"hf_overrides": {}}, """--hf-overrides '{"head_dtype": "float32"}'"""),
         ({"worker_extension_cls": ""}, f"--worker-extension-cls {extension}"),
     ]:
         info = {"model_config": model | changed, "parallel_config": {}}
         info["parallel_config"]["worker_extension_cls"] = extension
         info["parallel_config"] |= {k: v for k, v in changed.items() if k.startswith("worker")}
+        spec.vision = changed.get("vision")
         assert " ".join(missing_flags({"vllm_config": info}, spec)) == expected
+
+
+@pytest.mark.parametrize(
+    "arch, reason", [("qwen2_5_vl", ""), ("mistral3", "no images of mistral3")]
+)
+def test_families_whose_images_vllm_does_not_take_are_refused(arch, reason, make_model):
+    flags = words("--model", make_model(arch), "--env_path x.py --out x --engine vllm")
+    found = why_no_images(parse_config(flags), "policy")
+    assert reason in found and bool(reason) == bool(found)
