@@ -52,7 +52,9 @@ class ImageFamily:
         self.config, self.processor, self.path = config, processor, path
         self.token_id: int = config.image_token_id
         self.placeholder_id = self.token_id  # Written by the template.
-        # Forwards read it where the model itself sampled token_id; see models/vision.py.
+        # Tokens that the model's forward takes for images, or the like, wherever they stand.
+        self.media_ids: tuple[int, ...] = (self.token_id,)
+        # Forwards read it where the model itself sampled one of these; see models/vision.py.
         self.stand_in = int(self.token_id == 0)
         self.cache = PixelCache(self)
 
@@ -80,7 +82,7 @@ class ImageFamily:
 
     def model_ids(self, ids: Iterable[int]) -> list[int]:
         """The model's ids of these tokens; see Vision.model_ids()."""
-        instead = {self.token_id: self.stand_in}
+        instead = dict.fromkeys(self.media_ids, self.stand_in)
         return [self.token_id if token_id < 0 else instead.get(token_id, token_id)
                 for token_id in ids]  # fmt: skip
 
@@ -312,6 +314,8 @@ class Gemma4(ImageFamily):
         super().__init__(config, processor, path)
         if config.get_text_config().use_bidirectional_attention == "vision":
             self.sees_ahead, self.types_argument = "windows", "mm_token_type_ids"
+        others = config.video_token_id, config.audio_token_id
+        self.media_ids += tuple(number for number in others if number is not None)
 
     @property
     def edge(self) -> int:

@@ -367,7 +367,7 @@ class ServedEngine(Engine):
         """The tokens at which the server ends a request. After a sampled placeholder of an image
         the rest is a new request, in which model_ids() replaces the placeholder."""
         vision = self.spec.vision
-        return [*params.stop_token_ids, *([vision.token_id] if vision else [])]
+        return [*params.stop_token_ids, *(vision.media_ids if vision else ())]
 
     @staticmethod
     def add_tokens(done: Completion, tokens: list[int], logprobs: list[float]) -> None:

@@ -73,7 +73,8 @@ class Vision:
 
     def model_ids(self, ids: Tensor) -> Tensor:
         """The model's ids of these tokens."""
-        ids = torch.where(ids == self.family.token_id, self.family.stand_in, ids)
+        for token_id in self.family.media_ids:
+            ids = torch.where(ids == token_id, self.family.stand_in, ids)
         return torch.where(ids < 0, self.family.token_id, ids)
 
     def images_in(self, ids: Tensor, images: Images) -> list[InputImage]:
