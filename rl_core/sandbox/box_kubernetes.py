@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ IMAGE = "python:3.12-slim"  # Of rows and environments that name none.
 RUN_LABEL = "rl-core/run"
 CONTAINER = "box"
 RELOAD_S = 300.0  # Tokens of a kubeconfig expire.
+EXPIRY_S = 10.0  # A plugin's token is renewed this time before it expires.
 PING_S = 30.0  # A connection that answers no ping for so long is cut.
 REQUEST_S = 60.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.3, 4.0
@@ -61,11 +63,13 @@ class Driver:
         self.configuration = kubernetes.client.Configuration()
         self.configuration.connection_pool_maxsize = 0  # Each running command holds a connection.
         self.loading = asyncio.Lock()
-        self.loaded_at = 0.0
+        self.loaded_until = 0.0  # By the monotonic clock; 0 before the first time.
+        self.files_of_tls: tuple[str | None, ...] = ()
         self.owners: list[dict[str, Any]] | None = None  # None until they are known.
         # The client's annotations do not know WebSockets, nor dicts as manifests.
         self.pods: Any = None
         self.execs: Any = None
+        self.clients: list[Any] = []  # To be closed.
         # The client reads the variable once, when it is imported.
         self.files = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
         has_file = any(map(os.path.isfile, self.files.split(os.pathsep)))
@@ -84,17 +88,20 @@ class Driver:
     async def connect(self) -> None:
         """Reads the kubeconfig, and again when its token may have expired."""
         async with self.loading:
-            if self.loaded_at and time.monotonic() - self.loaded_at < RELOAD_S:
+            if time.monotonic() < self.loaded_until:
                 return
+            lasts_s = RELOAD_S
             try:
-                await self.load()
+                lasts_s = await self.load()
             except self.errors:
-                if not self.loaded_at:
+                if not self.loaded_until:
                     raise
-            self.loaded_at = time.monotonic()
+            self.loaded_until = time.monotonic() + lasts_s
 
-    async def load(self) -> None:
+    async def load(self) -> float:
+        """Reads the kubeconfig. The time for which its token is certainly valid."""
         config = kubernetes.config
+        lasts_s = RELOAD_S
         if self.is_in_cluster:
             config.load_incluster_config(client_configuration=self.configuration)
             namespace = (SERVICE_ACCOUNT / "namespace").read_text()
@@ -105,13 +112,22 @@ class Driver:
                 persist_config=False,
             )
             namespace = loader.current_context["context"].get("namespace")
+            if expiry := getattr(loader, "exec_plugin_expiry", None):
+                left_s = (expiry - datetime.now(UTC)).total_seconds()
+                lasts_s = min(lasts_s, max(0.0, left_s - EXPIRY_S))
         self.namespace = self.namespace or namespace or "default"
-        if self.pods is None:
+        made = self.configuration
+        files = (made.ssl_ca_cert, made.cert_file, made.key_file)
+        if self.pods is None or files != self.files_of_tls:
+            # A plugin may give new certificates. Commands that run keep the first client.
             client = kubernetes.client
-            self.pods = client.CoreV1Api(client.ApiClient(self.configuration))
-            self.execs = client.CoreV1Api(WsApiClient(self.configuration, heartbeat=PING_S))
+            self.files_of_tls = files
+            self.pods = client.CoreV1Api(client.ApiClient(made))
+            self.execs = client.CoreV1Api(WsApiClient(made, heartbeat=PING_S))
+            self.clients += [self.pods.api_client, self.execs.api_client]
         if self.is_in_cluster and self.owners is None:
             self.owners = await self.find_owner(namespace)
+        return lasts_s
 
     async def find_owner(self, namespace: str) -> list[dict[str, Any]]:
         """This process's pod, with which its boxes are removed."""
@@ -166,8 +182,8 @@ class Driver:
             await Pod(self, pod.metadata.name).kill()
 
     async def close(self) -> None:
-        for api in filter(None, (self.pods, self.execs)):
-            await api.api_client.close()
+        for client in self.clients:
+            await client.close()
 
 
 class Pod:

@@ -55,6 +55,7 @@ from rl_core.sandbox.remote_driver import (
 T = TypeVar("T")
 
 OPEN_S = 300.0  # An image may have to be pulled.
+CREATE_S = 1200.0  # A service may have to build what it starts from the image.
 TRANSFER_S = 120.0
 CHECK_S = 10.0
 KILLED = 137  # Exit status after SIGKILL.
@@ -224,7 +225,14 @@ class BoxService:
         await slots.acquire()
         try:
             await self.reap()
-            sandbox = await self.create(request)
+            sandbox = await asyncio.wait_for(self.create(request), CREATE_S)
+        except TimeoutError:
+            slots.release()
+            image = request.image or "the default image"
+            text = (
+                f"no box of {image} within {CREATE_S:.0f} s: the service still pulls or builds it"
+            )
+            raise RemoteError(f"{self.name}: {text}, or does not answer") from None
         except BaseException:
             slots.release()
             raise
@@ -271,7 +279,12 @@ class BoxService:
         if self.renewing is None:
             self.renewing = self.start(self.renew_all())
         if self.may_reap and (name := self.run_name):
-            await self.attempt("removing old boxes", lambda: self.driver.reap(name))
+            reaping = self.attempt("removing old boxes", lambda: self.driver.reap(name))
+            try:
+                await asyncio.wait_for(reaping, TRANSFER_S)
+            except TimeoutError:
+                text = f"old boxes of this run were not removed within {TRANSFER_S:.0f} s"
+                raise RemoteError(f"{self.name}: {text}") from None
 
     @cached_property
     def run_name(self) -> str:

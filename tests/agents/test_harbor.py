@@ -129,6 +129,7 @@ def test_rows_are_a_folders_tasks_by_name_or_one_task(make):
             (512, 2048, 30.0, 7.5, False),
         ),
         ('[environment]\nnetwork_mode = "no-network"', (2048, 1024, 900.0, 600.0, False)),
+        ('[agent]\nnetwork_mode = "no-network"', (2048, 1024, 900.0, 600.0, False)),
     ],
 )
 def test_settings_of_all_versions_are_read(make, toml, expected):
@@ -152,6 +153,10 @@ def test_settings_of_all_versions_are_read(make, toml, expected):
         ('[verifier.env]\nKEY = "${API_KEY}"', r"KEY = '\$\{API_KEY\}' names a variable"),
         ("[environment]\ngpus = 1", "needs a GPU"),
         ('[verifier]\nenvironment_mode = "separate"', "needs a separate verifier"),
+        ('[[verifier.collect]]\ncommand = "ls"', r"needs verifier\.collect, and a box has none"),
+        ('[agent]\nallowed_hosts = ["a.org"]', "needs a network of some hosts alone"),
+        ('[environment]\nnetwork_mode = "allowlist"', "needs a network of some hosts alone"),
+        ('[verifier]\nnetwork_mode = "none"', r"verifier\.network_mode: .*'no-network'"),
     ],
 )
 def test_what_is_not_played_is_told_with_its_file(make, toml, error):

@@ -204,7 +204,8 @@ class E2B(Service):
 
     async def build_status(self, request):
         name = request.match_info["id"]
-        status = {"templateID": name, "buildID": "b", "status": "ready"}
+        status = {"templateID": name, "buildID": "b"}
+        status["status"] = "building" if self.built == "never:built" else "ready"
         return web.json_response({**status, "logs": [], "logEntries": []})
 
     async def health(self, request):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,20 +54,24 @@ class KubeServer:
     streams: list = field(default_factory=list)  # Connections of commands with a stdin.
     most: int = 0  # Most pods at the same time.
     port: int = 0
+    context: ssl.SSLContext | None = None  # For TLS; client certificates that it knows may come in.
 
     def __enter__(self) -> KubeServer:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(self.start(), self.loop).result()
-        cluster = {"server": f"http://127.0.0.1:{self.port}"}
+        self.write_kubeconfig({"token": TOKEN})
+        return self
+
+    def write_kubeconfig(self, user: dict, **cluster: str) -> None:
+        cluster["server"] = f"{'https' if self.context else 'http'}://127.0.0.1:{self.port}"
         context = {"cluster": "c", "user": "u", "namespace": NAMESPACE}
         config = {"apiVersion": "v1", "kind": "Config", "current-context": "x"}
         config["clusters"] = [{"name": "c", "cluster": cluster}]
-        config["users"] = [{"name": "u", "user": {"token": TOKEN}}]
+        config["users"] = [{"name": "u", "user": user}]
         config["contexts"] = [{"name": "x", "context": context}]
         self.kubeconfig = self.folder / "kubeconfig"
         self.kubeconfig.write_text(json.dumps(config))
-        return self
 
     def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self.stop(), self.loop).result()
@@ -82,7 +87,9 @@ class KubeServer:
         app.router.add_get(pods + "/{name}/exec", self.exec)
         self.runner = web.AppRunner(app)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(
+            self.runner, "127.0.0.1", 0, shutdown_timeout=0.1, ssl_context=self.context
+        )
         await site.start()
         self.port = self.runner.addresses[0][1]
 
@@ -93,7 +100,8 @@ class KubeServer:
 
     @web.middleware
     async def check(self, request: web.Request, handler: object) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {self.token}":
+        has_certificate = self.context and request.transport.get_extra_info("peercert")
+        if request.headers.get("Authorization") != f"Bearer {self.token}" and not has_certificate:
             return failure(401, "Unauthorized")
         kind = "exec" if request.path.endswith("/exec") else request.match_info.handler.__name__
         self.seen.append(kind)
@@ -102,6 +110,8 @@ class KubeServer:
             status, headers, message = fault
             return failure(status, message, headers)
         request[FAULT] = fault
+        if fault == "hang" and kind != "exec":
+            await asyncio.sleep(60)
         return await handler(request)
 
     async def create(self, request: web.Request) -> web.Response:

@@ -2,12 +2,14 @@
 
 import ast
 import asyncio
+import base64
 import gc
 import inspect
 import json
 import os
 import shlex
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -130,6 +132,19 @@ def test_a_pod_that_never_starts_says_why_and_is_removed(server, monkeypatch, im
     wait_until(lambda: not server.pods, "the removal of the pod")
 
 
+@pytest.mark.parametrize(
+    "kind, error",
+    [("create", "no box of a:1 within 0 s: the service still"), ("list", "old boxes of this run")],
+)
+def test_a_cluster_that_does_not_answer_has_a_deadline(server, tmp_path, monkeypatch, kind, error):
+    for name in ("CREATE_S", "TRANSFER_S"):
+        monkeypatch.setattr(box_remote, name, 0.4)
+    boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / "run"))
+    server.faults[kind] = ["hang"]
+    with pytest.raises(RuntimeError, match=error):
+        asyncio.run(run_one(row={"image": "a:1"}))
+
+
 def test_a_box_that_is_cancelled_while_it_opens_leaves_no_pod(server):
     async def work(after_s):
         opening = asyncio.ensure_future(boxes.open({"image": "slow:image"}))
@@ -240,6 +255,79 @@ def test_a_new_token_of_the_kubeconfig_is_read(server, monkeypatch):
             return await box.exec("echo works")
 
     assert asyncio.run(work()).stdout == "works\n"
+
+
+# Prints a token that is valid for a second, and a new one once the file exists.
+PLUGIN = """
+import datetime, json, os, sys
+text = "second-token" if os.path.exists(sys.argv[1]) else "first-token"
+until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=1)
+status = {"token": text, "expirationTimestamp": until.strftime("%Y-%m-%dT%H:%M:%SZ")}
+version = "client.authentication.k8s.io/v1"
+print(json.dumps({"apiVersion": version, "kind": "ExecCredential", "status": status}))
+"""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """Folder with server.pem and client.pem, each with its key in the same file."""
+    folder = tmp_path_factory.mktemp("tls")
+    line = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 "
+    line += "-subj /CN=test -addext subjectAltName=IP:127.0.0.1 -keyout {0}.key -out {0}.pem"
+    for name in ("server", "client"):
+        subprocess.run(line.format(name).split(), check=True, capture_output=True, cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["client certificate", "exec plugin", "service account"])
+def test_a_cluster_with_tls_takes_every_kind_of_login(tmp_path, monkeypatch, certificates, kind):
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates / "server.pem", certificates / "server.key")
+    context.load_verify_locations(certificates / "client.pem")
+    context.verify_mode = ssl.CERT_OPTIONAL
+    as_data = lambda name: base64.b64encode((certificates / name).read_bytes()).decode()  # noqa: E731
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": sys.executable}
+    plugin |= {"args": [str(tmp_path / "plugin.py"), str(tmp_path / "rotated")]}
+    plugin["interactiveMode"] = "Never"
+    users = {"exec plugin": {"exec": plugin}, "service account": {}}
+    users["client certificate"] = {
+        "client-certificate-data": as_data("client.pem"),
+        "client-key-data": as_data("client.key"),
+    }
+
+    async def work(server):
+        if kind == "exec plugin":
+            server.token = "first-token"
+        async with await boxes.open({}) as box:
+            await box.put("/app/a", "1\n")
+            first = await box.exec("cat a")
+            if kind == "exec plugin":
+                (tmp_path / "rotated").touch()
+                server.token = "second-token"
+            return first.stdout + (await box.exec("cat a")).stdout
+
+    with kube_server.KubeServer(tmp_path, context=context) as server:
+        server.write_kubeconfig(
+            users[kind], **{"certificate-authority-data": as_data("server.pem")}
+        )
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+        if kind == "service account":
+            (tmp_path / "namespace").write_text(kube_server.NAMESPACE)
+            (tmp_path / "token").write_text(kube_server.TOKEN)
+            monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+            monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+            monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+            monkeypatch.setattr(box_kubernetes, "SERVICE_ACCOUNT", tmp_path)
+            module = box_kubernetes.kubernetes.config.incluster_config
+            monkeypatch.setattr(module, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
+            monkeypatch.setattr(module, "SERVICE_CERT_FILENAME", str(certificates / "server.pem"))
+        boxes.configure(box_driver="kubernetes")
+        try:
+            assert asyncio.run(work(server)) == "1\n1\n"
+        finally:
+            boxes.SERVICES.close()
+            boxes.configure()
 
 
 def test_the_owner_of_pods_is_the_pod_of_the_run(server):

@@ -14,7 +14,7 @@ import kit
 import pytest
 from test_box_kubernetes import AGENT, ENV
 
-from rl_core.sandbox import boxes
+from rl_core.sandbox import box_remote, boxes
 from rl_core.sandbox.remote_driver import RemoteError
 
 NAMES = ["e2b", "daytona", "modal"]
@@ -217,6 +217,13 @@ def test_an_image_becomes_one_template_of_e2b(monkeypatch):
         asyncio.run(work())
         assert server.built == "python:3.12-slim" and server.seen.count("build") == 1
         assert len({made["templateID"] for made in server.sandboxes.values()}) == 1
+
+
+def test_an_image_that_is_never_built_has_a_deadline(monkeypatch):
+    monkeypatch.setattr(box_remote, "CREATE_S", 1.5)
+    error = "e2b: no box of never:built within 2 s: the service still pulls or builds it"
+    with box_services.service("e2b", monkeypatch), pytest.raises(RuntimeError, match=error):
+        asyncio.run(boxes.open({"box_driver": "e2b", "image": "never:built"}))
 
 
 def test_a_program_in_a_box_reaches_a_socket_of_the_run(name, server, tmp_path):

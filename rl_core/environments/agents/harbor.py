@@ -554,7 +554,7 @@ class TaskBoxes:
                 note_tools_missing=functools.partial(self.note_tools_missing, task.folder),
                 step=task.steps[0],
                 image=image,
-                verify_network=self.networks["verify"],
+                verify_network=self.networks["verify"] and task.verifiers_have_network,
             )
             if image is None and not name:
                 opened.programs = await opened.hash_programs()

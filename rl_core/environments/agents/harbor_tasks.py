@@ -48,6 +48,8 @@ KEYS = {
 }
 
 
+# An allowlist names hosts, which no box can tell apart.
+NetworkMode = Literal["public", "no-network", "allowlist"]
 NETWORKS = {"build": True, "verify": True}  # phase -> True if it has a network
 
 
@@ -67,6 +69,9 @@ class ScriptSection:
     env: dict[str, str] = field(default_factory=dict)
     environment_mode: str | None = None
     environment: object = None  # A table means environment_mode = "separate".
+    collect: list[object] = field(default_factory=list)
+    network_mode: NetworkMode | None = None
+    allowed_hosts: list[str] = field(default_factory=list)
 
     @property
     def limit_s(self) -> float:
@@ -76,6 +81,8 @@ class ScriptSection:
 @dataclass(kw_only=True, slots=True)
 class AgentSection:
     timeout_sec: float | None = None
+    network_mode: NetworkMode | None = None  # None: the environment's.
+    allowed_hosts: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,7 +97,8 @@ class EnvironmentSection:
     workdir: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     os: str = "linux"
-    network_mode: str = "public"
+    network_mode: NetworkMode = "public"
+    allowed_hosts: list[str] = field(default_factory=list)
     allow_internet: bool | None = None
     gpus: int | None = None
     mcp_servers: list[object] = field(default_factory=list)
@@ -162,9 +170,14 @@ class HarborTask:
 
     @property
     def allows_network(self) -> bool:
-        return self.environment.network_mode != "no-network" and (
-            self.environment.allow_internet is not False
-        )
+        """True if agents may have a network. One box serves all steps."""
+        environment = self.environment
+        modes = {step.agent.network_mode or environment.network_mode for step in self.steps}
+        return "no-network" not in modes and environment.allow_internet is not False
+
+    @property
+    def verifiers_have_network(self) -> bool:
+        return all(step.verifier.network_mode != "no-network" for step in self.steps)
 
     @property
     def limits(self) -> BoxLimits:
@@ -237,9 +250,11 @@ def read_steps(task: HarborTask) -> None:
         step.agent.timeout_sec = step.agent.timeout_sec or task.agent.timeout_sec
         step.verifier.timeout_sec = step.verifier.timeout_sec or task.verifier.timeout_sec
         step.verifier.env = task.verifier.env | step.verifier.env
-        for name in ("environment_mode", "environment"):
+        for name in ("environment_mode", "environment", "collect", *NETWORK.split()):
             value = getattr(step.verifier, name) or getattr(task.verifier, name)
             setattr(step.verifier, name, value)
+        for name in NETWORK.split():
+            setattr(step.agent, name, getattr(step.agent, name) or getattr(task.agent, name))
 
 
 def read_text(file: Path) -> str:
@@ -266,6 +281,11 @@ def check_task(task: HarborTask, file: Path) -> None:
     verifiers = [step.verifier for step in task.steps]
     needs = {"a GPU": environment.gpus, "MCP servers": environment.mcp_servers}
     needs["a separate verifier"] = any(map(is_separate, verifiers))
+    needs["verifier.collect"] = any(verifier.collect for verifier in verifiers)
+    sections = [environment, *verifiers, *(step.agent for step in task.steps)]
+    needs["a network of some hosts alone"] = any(
+        each.network_mode == "allowlist" or each.allowed_hosts for each in sections
+    )
     for need, is_needed in needs.items():
         if is_needed:
             raise TaskRefused(f"{file}: the task needs {need}, and a box has none", need)
