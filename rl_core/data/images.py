@@ -35,25 +35,32 @@ MAX_BYTES = 32 << 20
 # A header is read before pixels are decoded: a PNG of a few bytes may hold gigabytes of pixels.
 MAX_PIXELS = 64_000_000
 MAX_ASPECT = 200  # Qwen's processors refuse more.
+MAX_NAME = 64  # Characters of a text that begins as base64 does and may name a file.
 KEY_BITS = 62
 IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_COLUMNS = ("image", "images")
 # Keys of an image in a part, and of an object in their place.
 IMAGE_KEYS = ("image", "image_url", "url", "source", "path", "base64", "bytes", "data")
 MARK = "<image>"
+BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG, WebP without a prefix (VLMEvalKit).
 FIX = "give a PNG, JPEG or WebP file, or remove it"
 
 
-def image_part(item: JSONObject, folder: Path | None = None) -> JSONObject:
-    """The canonical part of OpenAI's, transformers' or Anthropic's part of an image. Raises
-    ValueError as read_image()."""
-    if all(item.get(key) is None for key in IMAGE_KEYS):
+def image_part(item: object, folder: Path | None = None) -> JSONObject:
+    """The canonical part of OpenAI's, transformers', Anthropic's or MCP's part of an image, or of a
+    picture. Raises ValueError as read_image()."""
+    if isinstance(item, dict) and all(item.get(key) is None for key in IMAGE_KEYS):
         return {"type": "image"}
     return {"type": "image", "image": read_image(item, folder).url}
 
 
-def is_image_part(item: JSON) -> bool:
-    return isinstance(item, dict) and item.get("type") in IMAGE_PARTS
+def is_image_part(item: object) -> bool:
+    return is_picture(item) or (isinstance(item, dict) and item.get("type") in IMAGE_PARTS)
+
+
+def is_picture(value: object) -> bool:
+    """True for an image that stands for its part: a file's content, or an image of PIL."""
+    return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
 
 
 def read_image(value: object, folder: Path | None = None) -> InputImage:
@@ -71,6 +78,8 @@ def read_image(value: object, folder: Path | None = None) -> InputImage:
             values = [f"data:image/png;base64,{value['base64']}"]
         value = value["bytes"] if isinstance(value.get("bytes"), bytes) else values[0]
     if isinstance(value, str):
+        if value.startswith(BASE64_STARTS) and len(value) > MAX_NAME:
+            value = f"data:image/png;base64,{value}"
         if value.startswith("data:"):
             return image_in_url(value)
         return image_in_bytes(file_bytes(value, folder))
@@ -326,7 +335,19 @@ def loaded_column(value: JSON, folder: Path | None) -> list[str] | None:
 
 
 def is_named(text: str) -> bool:
-    return text.startswith("data:") or text.lower().endswith(SUFFIXES)
+    is_base64 = text.startswith(BASE64_STARTS) and len(text) > MAX_NAME
+    return is_base64 or text.startswith("data:") or text.lower().endswith(SUFFIXES)
+
+
+def holds_image(value: object) -> bool:
+    """True if a column of any name has pixels: an image of PIL, or datasets.Image's bytes."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(
+        isinstance(each["bytes"], bytes)
+        if isinstance(each, dict) and "bytes" in each
+        else is_picture(each) or is_image_url(each)
+        for each in values
+    )
 
 
 def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
@@ -338,11 +359,9 @@ def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
         if not has_image(message):
             messages.append(message)
             continue
+        content = [message["content"]] if is_picture(message["content"]) else message["content"]
         try:
-            parts = [
-                image_part(item, folder) if is_image_part(item) else item
-                for item in message["content"]
-            ]
+            parts = [image_part(item, folder) if is_image_part(item) else item for item in content]
         except ValueError as error:
             raise ValueError(f"message {number}: {error}") from None
         messages.append({**message, "content": parts})
@@ -351,7 +370,8 @@ def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
 
 def has_image(message: JSON) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, (list, tuple)) and any(map(is_image_part, content))
+    is_list = isinstance(content, (list, tuple))
+    return is_picture(content) or (is_list and any(map(is_image_part, content)))
 
 
 def load_images(trajectory: JSONObject, folder: Path) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
-from rl_core.data.images import IMAGE_PARTS, image_part
+from rl_core.data.images import image_part, is_image_part, is_picture
 from rl_core.data.thoughts import MARKS, leading_thoughts
 from rl_core.data.tool_schemas import with_schema
 from rl_core.types import JSON, JSONObject, Message
@@ -217,16 +217,17 @@ def set_content(message: Message, where: str, notes: list[str]) -> None:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return
+    content = [content] if is_picture(content) else content
     if not isinstance(content, (list, tuple)):
         raise NoMessageError
     parts, thoughts = [], []
     for item in content:
+        if is_image_part(item):
+            parts.append(image_part(item))
+            continue
         if isinstance(item, str):
             item = {"type": "text", "text": item}
         kind = item.get("type") or "text" if isinstance(item, dict) else type(item).__name__
-        if kind in IMAGE_PARTS:
-            parts.append(image_part(item))
-            continue
         key = TEXT_PARTS.get(kind) or THOUGHT_PARTS.get(kind)
         if key is None or not isinstance(item.get(key), str):
             raise ValueError(refused_part(kind))

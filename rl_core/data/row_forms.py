@@ -162,6 +162,16 @@ def hermes_reply(message: Message, content: str) -> Message:
     return {**message, "content": (content[:start] + text).strip() or None, "tool_calls": read}
 
 
+def exchanges_row(row: Row) -> Row:
+    """The questions and answers about the images of FineVision and of the_cauldron."""
+    messages: list[Message] = []
+    for each in row["texts"]:
+        if not isinstance(each, dict) or not {"user", "assistant"} <= each.keys():
+            return {}
+        messages += [{"role": role, "content": each[role]} for role in ("user", "assistant")]
+    return {"messages": canonical_messages(messages)}
+
+
 def hh_row(row: Row) -> Row:
     """The prompt of hh-rlhf's text that ends in "Assistant:", and the replies without the space
     behind that."""
@@ -223,6 +233,7 @@ FORMS = [
         columns={"context", *REPLIES_3, PREFERENCE_3},
         read=ranked_row(REPLIES_3, PREFERENCE_3),
     ),
+    Form(name="FineVision", columns={"images", "texts"}, read=exchanges_row),
     Form(name="hh-rlhf", columns={"prompt"}, read=hh_row),
 ]
 

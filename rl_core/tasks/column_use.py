@@ -14,7 +14,7 @@ from typing import cast
 from rl_core.config import Config
 from rl_core.data.chat import Chat, unmarked
 from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
-from rl_core.data.images import IMAGE_COLUMNS, with_images
+from rl_core.data.images import IMAGE_COLUMNS, MARK, has_image, holds_image, with_images
 from rl_core.data.messages import text_of
 from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.rendering import PROBE
@@ -141,6 +141,7 @@ def column_use(
         use.nested.update(name for name in lost if not isinstance(dict.get(row, name), str))
         remarks = [*reply_remarks(config, row, messages, notes, used)]
         remarks += [*mark_remarks(chat, marks, messages), *label_remarks(config, row)]
+        remarks += image_remarks(chat, row, messages, used)
         for remark in remarks:
             use.remarks.setdefault(remark, []).append(index)
     if filled:
@@ -251,6 +252,26 @@ def reply_remarks(
                 f"column {name!r} is longer than the reply and not read; --data.columns "
                 f"response={name} or reasoning_content={name} trains it"
             )
+
+
+def image_remarks(
+    chat: Chat | None, row: ReadRow, messages: list[Message], used: set[str]
+) -> Iterator[str]:
+    """Remarks on images in columns that nothing reads, and on marks of images that are text."""
+    others = [name for name in row if name not in used and holds_image(dict.get(row, name))]
+    for name in others:
+        yield (
+            f"column {name!r} holds an image that nothing reads; --data.columns image={name} puts "
+            "it into the prompt"
+        )
+    is_blind = chat is None or isinstance(chat.vision, str)
+    if is_blind or others or any(map(has_image, messages)):
+        return
+    if any(MARK in text_of(message) for message in messages):
+        yield (
+            f"the prompt has the mark {MARK}, which is read as text: the row has no column "
+            "'image' or 'images'; --data.columns image=NAME names another one"
+        )
 
 
 def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:

@@ -141,6 +141,22 @@ def test_images_of_a_row_belong_to_its_prompt(algorithm, column, env):
     assert use.label == (replies if algorithm == "sft" else [])
 
 
+@pytest.mark.parametrize(
+    "columns, remark",
+    [
+        ({"shot": Image.new("RGB", (8, 8))}, "column 'shot' holds an image that nothing reads"),
+        ({"answer": Image.new("RGB", (8, 8))}, ""),
+        ({"prompt": "<image>2+2?"}, "has the mark <image>, which is read as text"),
+        ({"prompt": "<image>2+2?", "image": Image.new("RGB", (8, 8))}, ""),
+    ],
+)
+def test_images_that_no_prompt_has_are_remarked(columns, remark, env):
+    config = Config(algorithm="grpo", tasks_per_step=1)
+    rows = [{"prompt": "2+2?"} | columns] * 3
+    [*remarks] = column_use(config, source_of(rows), env, plain_chat()).remarks
+    assert [remark in line for line in remarks] == [True] * bool(remark), remarks
+
+
 @pytest.fixture
 def env(tmp_path):
     (tmp_path / "env.py").write_text("def reward_fn(completion, answer=None): return 1.0")

@@ -15,9 +15,19 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from rl_core.data.image_families import PixelCache, load_family
-from rl_core.data.images import decoded_image, image_of, images_of, loaded_column, read_image
+from rl_core.data.images import (
+    decoded_image,
+    image_of,
+    images_of,
+    is_picture,
+    loaded_column,
+    read_image,
+    with_images,
+)
 from rl_core.data.messages import canonical_messages
+from rl_core.data.preference_pairs import pair_messages
 from rl_core.data.rows import load_rows
+from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tables import load_other
 from rl_core.data.tasks import TaskSource, make_task
 
@@ -52,6 +62,9 @@ PARTS = {
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": URL.partition(",")[2]},
     },
+    "MCP": {"type": "image", "data": URL.partition(",")[2], "mimeType": "image/png"},
+    "a file's content": PNG,
+    "an image of Pillow": Image.fromarray(RED),
     "datasets": {"type": "image", "image": {"bytes": PNG, "path": "elsewhere.png"}},
     "canonical": {"type": "image", "image": URL},
 }
@@ -65,6 +78,8 @@ def test_every_shape_of_a_part_is_read_as_one(item, role):
     assert [each["type"] for each in message["content"]] == ["text", "image", "text"]
     assert np.array_equal(pixels(message["content"][1]["image"]), RED)
     assert canonical_messages([message]) == [message]
+    alone = canonical_messages([{"role": role, "content": item if is_picture(item) else [item]}])
+    assert alone[0]["content"] == [message["content"][1]]
     assert json.loads(json.dumps(message)) == message
 
 
@@ -103,6 +118,8 @@ IMAGE_ROWS = {
         {"messages": [{"role": "user", "content": [{"type": "image", "image": "x/../b.jpg"}]}]},
         ["#"],
     ),
+    "FineVision": ({"images": ["b.jpg"], "texts": [{"user": "a", "assistant": "b"}]}, ["#a"]),
+    "VLMEvalKit": ({"question": "a", "image": URL.partition(",")[2], "answer": "b"}, ["#a"]),
     "no image": ({"prompt": "<image> a"}, ["<image> a"]),
     "another column": ({"prompt": "a", "image": "python:3.12-slim"}, ["a"]),
     "empty": ({"prompt": "a", "images": [], "image": None}, ["a"]),
@@ -142,6 +159,36 @@ def test_rows_of_a_file_have_their_images_where_they_belong(row, texts, folder):
 
 def test_a_column_of_a_row_in_code_holds_an_array():
     assert loaded_column(RED, None) == loaded_column([Image.fromarray(RED)], None) != [None]
+
+
+USER = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "a"}]}
+CAT = {"role": "assistant", "content": [{"type": "text", "text": "cat"}]}
+DOG = {"role": "assistant", "content": "dog"}
+# Rows of DPO, and of SFT -> texts of all messages.
+LEARNED_ROWS = {
+    "TRL": ({"images": ["b.jpg"], "prompt": [USER], "chosen": [CAT], "rejected": [DOG]}, "#a cat dog"),
+    "TRL, conversations": (
+        {"images": ["b.jpg"], "chosen": [USER, CAT], "rejected": [USER, DOG]}, "#a cat dog"),
+    "RLAIF-V": ({"image": "b.jpg", "question": "a", "chosen": "cat", "rejected": "dog"}, "#a cat dog"),
+    "LLaMA-Factory, pairs": (
+        {"conversations": [{"from": "human", "value": "a<image>"}], "images": ["b.jpg"],
+         "chosen": {"from": "gpt", "value": "cat"}, "rejected": {"from": "gpt", "value": "dog"}},
+        "a# cat dog"),
+    "TRL, SFT": ({"messages": [USER, CAT], "images": ["b.jpg"]}, "#a cat"),
+    "TRL, completion": ({"prompt": [USER], "completion": [CAT], "images": ["b.jpg"]}, "#a cat"),
+    "LLaMA-Factory": (
+        {"messages": [{"role": "user", "content": "a<image>"}, CAT], "images": ["b.jpg"]}, "a# cat"),
+    "OpenAI": ({"messages": [{"role": "user", "content": [PARTS["OpenAI"]]}, DOG]}, "# dog"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row, texts", LEARNED_ROWS.values(), ids=LEARNED_ROWS)
+def test_rows_of_sft_and_dpo_have_their_images_in_the_prompt(row, texts, folder):
+    row = with_images(row, folder)
+    context, chosen, rejected = (
+        pair_messages(row) if "rejected" in row else (sft_messages(row), [], [])
+    )
+    assert " ".join(shown([*context, *chosen, *rejected])) == texts
 
 
 def test_columns_of_images_of_a_table_are_read(folder):
