@@ -171,9 +171,10 @@ async def open(
     no such box, with what to install."""
     driver = row.get("box_driver") or driver or SERVICES.settings.box_driver
     check_driver(driver, "driver=")
+    of_row = row.get("image")  # A list: the pictures of a prompt.
     settings = BoxSettings(
         driver=driver,
-        image=row.get("image") or image,
+        image=of_row if of_row and isinstance(of_row, str) else image,
         limits=limits or Limits(),
         network=network,
         binds=tuple(sorted((binds or {}).items())),

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 from kit import ROOT, wait_until
+from PIL import Image
 from stage import cast, run
 
+from rl_core.data.images import decoded_image, image_of
+from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents import forward
 from rl_core.environments.agents.harbor_tasks import task_rows
 from rl_core.environments.agents.rollout import Endpoints
@@ -378,3 +381,40 @@ def test_a_command_that_asks_nothing_fails_its_task_with_what_it_wrote(monkeypat
 def braced(text: str) -> str:
     """Text escaped for a command, in which single braces name columns."""
     return text.replace("{", "{{").replace("}", "}}")
+
+
+SCREEN = """
+from rl_core.sandbox import boxes
+
+DRAW = r'''
+import struct, zlib
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+head = struct.pack(">IIBBBBB", 5, 2, 8, 2, 0, 0, 0)
+rows = (b"\\0" + b"\\xff\\0\\0" * 5) * 2
+png = bytes([137]) + b"PNG\\r\\n" + bytes([26, 10])
+png += chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+open("screen.png", "wb").write(png)
+'''
+
+async def rollout(task, actors):
+    async with await boxes.open(task.row) as box:
+        await box.put("draw.py", DRAW)
+        await box.exec("python3 draw.py")
+        screen = await box.get("screen.png")
+    reply = await actors["policy"].respond(task.messages)
+    await reply.respond([{"role": "user", "content": ["Click.", screen]}])
+    return [reply.trajectory(1.0)]
+"""
+
+
+def test_a_box_gives_a_screen_as_an_image(env_of):
+    actor = ScriptedActor(name="policy", chat=plain_chat(), replies=["x"])
+    # A row's image is of its prompt, unless it names a container's.
+    row = ROW | {"image": Image.new("RGB", (3, 3))}
+    [trajectory] = run(env_of(SCREEN), {"policy": actor}, rows=[row])
+    assert trajectory.error == ""
+    text, screen = trajectory.messages[2]["content"]
+    assert text == {"type": "text", "text": "Click."}
+    picture = decoded_image(image_of(screen["image"]))
+    assert (picture.size, picture.getcolors()) == ((5, 2), [(10, (255, 0, 0))])
