@@ -541,8 +541,8 @@ class PixelCache:
         memory once."""
         family = self.family
         if type(family).joined is not ImageFamily.joined:
-            whole = family.joined(list(self.each(images, dtype)))
-            return {name: tensor.to(device) for name, tensor in whole.items()}
+            made = family.joined(list(self.each(images, dtype)))
+            return {name: tensor.to(device) for name, tensor in made.items()}
         num_tokens = [family.num_tokens(image) for image in images]
         result: dict[str, Tensor] = {}
         ends: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Promises of every engine that sees: what it samples behind images has the logprobs of
+"""Promises of every engine that sees: tokens behind images have the logprobs of
 transformers' forward. Tests of servers run where they are installed, as in test_engine_contract.py.
 """
 

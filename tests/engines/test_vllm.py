@@ -203,5 +203,5 @@ def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_n
 )
 def test_families_whose_images_vllm_does_not_take_are_refused(arch, reason, make_model):
     flags = words("--model", make_model(arch), "--env_path x.py --out x --engine vllm")
-    found = why_no_images(parse_config(flags), "policy")
-    assert reason in found and bool(reason) == bool(found)
+    refusal = why_no_images(parse_config(flags), "policy")
+    assert reason in refusal and bool(reason) == bool(refusal)

@@ -153,9 +153,9 @@ def test_each_command_reads_images_and_prints_no_pixels(name, learned, tmp_path,
             text = word.replace("RUN/", f"{out}/").replace("NEW", new)
             argv += words_of.get(word, [text])
         assert main(argv) == 0, command
-        said = capsys.readouterr()
-        assert re.search(shown, said.out), (command, said.out)
-        assert "base64," not in said.out + said.err, command
+        printed = capsys.readouterr()
+        assert re.search(shown, printed.out), (command, printed.out)
+        assert "base64," not in printed.out + printed.err, command
     for file in filter(Path.is_file, (*tmp_path.rglob("*"), *out.rglob("*"))):
         text = zstandard.open(file).read() if file.suffix == ".zst" else file.read_bytes()
         assert (b"base64," in text) == (file.suffix == ".html"), file

@@ -203,7 +203,7 @@ FRAMES |= {
 }
 # transformers' gradients of this model in fp32 differ by 1e-5 from those in fp64.
 TOLERANCES = {"gemma4": 2e-5}
-TWO_RANKS = ("gemma3", "llava_next")  # Families with forwards of their own.
+TWO_RANKS = ("gemma3", "llava_next")  # Families with separate forwards.
 
 
 def pictures(model: str = "") -> list:

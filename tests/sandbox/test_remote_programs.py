@@ -58,7 +58,7 @@ def test_programs_and_tests_give_the_same_as_on_this_machine(one_box):
     assert one_box.seen.count("create") == 1
 
 
-# What each program leaves or takes. The next sees LOOK.
+# Programs that leave or take something, by name. The next program is LOOK.
 HOSTILE = {
     "a process that hides": """
 import os, sys, time

@@ -33,7 +33,7 @@ REFUSED = {
     "thread": "send the earlier messages",
     "truncation": "shorten the messages in the program",
 }
-# Of all images of a request, which a program may send again with each turn.
+# Limit on a request's images together. A program may send them again with each turn.
 MAX_PIXELS = 500_000_000
 # Pixels that the images of the request which is read may still have.
 PIXELS_LEFT = ContextVar("PIXELS_LEFT", default=MAX_PIXELS)
