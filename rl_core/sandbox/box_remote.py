@@ -55,7 +55,7 @@ from rl_core.sandbox.remote_driver import (
 T = TypeVar("T")
 
 OPEN_S = 300.0  # An image may have to be pulled.
-CREATE_S = 1200.0  # A service may have to build what it starts from the image.
+CREATE_S = 1200.0  # A service may have to build a template of the image.
 TRANSFER_S = 120.0
 CHECK_S = 10.0
 KILLED = 137  # Exit status after SIGKILL.

@@ -48,7 +48,7 @@ KEYS = {
 }
 
 
-# An allowlist names hosts, which no box can tell apart.
+# An allowlist names hosts, which no box can distinguish.
 NetworkMode = Literal["public", "no-network", "allowlist"]
 NETWORKS = {"build": True, "verify": True}  # phase -> True if it has a network
 
