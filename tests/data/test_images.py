@@ -333,3 +333,8 @@ def test_the_pixel_cache_drops_the_least_recently_used(make_model):
         assert len(list(cache.each(images))) == len(images)
     assert cache.made.keys() == {(a.key, None), (c.key, None)}
     assert cache.total == 2 * size
+    # One waits for its first use, which is more than a quarter of the limit.
+    later = [read_image(np.full((16, 16, 3), n, np.uint8)) for n in range(3, 9)]
+    cache.start(later)
+    assert [key for key, _ in cache.waiting] == [later[0].key]
+    assert len(cache.joined(later)["image_grid_thw"]) == 6 and cache.total <= 2 * size

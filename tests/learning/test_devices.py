@@ -261,7 +261,9 @@ def test_a_step_needs_no_fp64_and_no_operator_that_mps_lacks(tiny_model, algorit
         learner = meta_learner(tiny_model, algorithm, LOSSES[algorithm])
     else:
         config = family_config(algorithm)
-        config._experts_implementation = "batched_mm"  # grouped_mm on meta tensors takes bf16 alone.
+        config._experts_implementation = (
+            "batched_mm"  # grouped_mm on meta tensors takes bf16 alone.
+        )
         learner = meta_learner(config, "grpo", "--actors.policy.router_aux_loss_coef 0.1")
     samples = ragged_samples(16, shared_prompt=30)
     if learner.algorithm.is_pairs:

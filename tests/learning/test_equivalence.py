@@ -108,7 +108,7 @@ def models(made_once, make_model) -> Callable[[str], str]:
 
     def get(name: str) -> str:
         if name.startswith("scorer"):
-            arch = name.partition(" ")[2] or "qwen2_5_vl"
+            arch = name.removeprefix("scorer ")
             model = make_model(arch, hidden=48, seed=2)
             return str(made_once(f"scorer_{arch}", lambda folder: add_score(folder, model)))
         if name in MODELS:
@@ -423,6 +423,12 @@ CASES = {
         layouts=("", "recompute", "joined"),
         meshes=("dp",),
     ),
+    **{
+        f"ppo, {model}": Case(
+            PPO.replace("CRITIC", "SCORER"), (f"pictures, {model}",), model, layouts=("",)
+        )
+        for model in TWO_RANKS
+    },
     "images, teacher": Case(
         f"{TAUGHT_BY_SEER} --algo.teacher_loss forward_kl --sampling.temperature 0.6",
         ("pictures",),
@@ -510,7 +516,8 @@ def flags_of(case: Case, models: Callable[[str], str]) -> str:
     flags = case.flags
     for name in ("other", "judge", "critic", "seer", "scorer"):
         if name.upper() in flags:
-            flags = flags.replace(name.upper(), models(name))
+            path = models(f"scorer {case.model}" if name == "scorer" else name)
+            flags = flags.replace(name.upper(), path)
     return flags
 
 
@@ -601,7 +608,7 @@ def compare(ranks: Ranks, folder: str, paths: str) -> dict:
 def on_two_ranks(models, tmp_path_factory) -> Callable[[str, str], list]:
     """on_two_ranks(case, mesh) -> (loss, gradients) of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    names = {*MODELS, "seer", "scorer", *(case.model for case in CASES.values())}
+    names = {*MODELS, "seer", "scorer qwen2_5_vl", *(case.model for case in CASES.values())}
     paths = "|".join(f"{name}={models(name)}" for name in sorted(names))
 
     losses = of_ranks(2, __file__, "compare", folder, paths, timeout_s=300)

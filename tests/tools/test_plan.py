@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import bench_images
 import kit
 import memory_table
 import numpy as np
@@ -177,6 +178,13 @@ def test_images_are_about_the_pixels_and_what_autograd_keeps_of_the_tower(
     # A microbatch of 8192 tokens has samples of 64 + 8 tokens, 48 of which are the image's.
     assert planned == pytest.approx(sum(kept.values()) * 8192 / 72, rel=0.4)
     assert "images " in describe(facts(plan))
+
+
+def test_the_script_counts_pixels_of_a_step(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_images.py", "--images", "2", "--edge", "280"])
+    bench_images.main()
+    # 20 x 20 patches of 2 x 3 x 14 x 14 numbers in fp32: 1.8 MiB an image.
+    assert "counted: pixels 4, cache 4, tower" in capsys.readouterr().out
 
 
 def test_the_engines_cache_holds_every_episode_in_flight(flags):
