@@ -457,8 +457,8 @@ CASES = {
         "qwen2_5_vl",
         layouts=("recompute",),
     ),
-    "vision, rm": Case(
-        "--algorithm rm --learner.train vision",
+    "projector, rm": Case(
+        "--algorithm rm --learner.train projector",
         ("picture pairs",),
         "scorer qwen3_vl",
         layouts=("",),
