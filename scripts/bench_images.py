@@ -18,16 +18,16 @@ import numpy as np
 from bench_logprobs import MIB, peak_mib
 from make_tiny_model import make_tiny_model
 from script_tools import make_parser
-from transformers import AutoConfig, AutoModelForImageTextToText
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config, parse_config
 from rl_core.data.image_families import PIXEL_CACHE_BYTES, load_family
 from rl_core.data.images import read_image
+from rl_core.data.pretrained import from_config
 from rl_core.distributed import init_ranks
 from rl_core.learners import is_sharded, make_learner
 from rl_core.learning.activation_memory import activation_bytes
-from rl_core.models.loading import compute_dtype
+from rl_core.models.loading import compute_dtype, load_model_config, model_class
 from rl_core.tools.memory_estimate import image_bytes, model_size
 from rl_core.types import TrainingSample
 
@@ -37,9 +37,9 @@ PIXELS = {"patch_size": 14, "size": {"shortest_edge": 56**2, "longest_edge": 28*
 def tiny_model(folder: Path) -> str:
     """A model with Qwen2.5-VL's patches of 14 x 14 pixels, and windows of 8 x 8 patches."""
     make_tiny_model(folder, hidden=48, arch="qwen2_5_vl")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_model_config(str(folder))
     config.vision_config.patch_size, config.vision_config.window_size = 14, 112
-    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    from_config(model_class(config), config).save_pretrained(folder)
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | PIXELS))
     return str(folder)
