@@ -40,6 +40,7 @@ ONLY_IN = {
         "rl_core.engines.sglang_server_main",
         "rl_core.engines.sglang_images.reader",
         "rl_core.engines.sglang_images.qwen",
+        "rl_core.engines.sglang_images.glm",
     },
     "vllm": {"rl_core.engines.vllm_server_main", "rl_core.engines.vllm_worker"},
 }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Values of model_type whose logprobs in SGLang were compared, on a CPU.
-FAMILIES = frozenset(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"))
+FAMILIES = frozenset(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"))
 VARIABLE = "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"
 # Beginning of a request's data of images. SGLang's own processors find no image there.
 PREFIX = "rl_core:"

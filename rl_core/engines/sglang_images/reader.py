@@ -10,6 +10,16 @@ from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProces
 from rl_core.engines.sglang_images import hash_of, read_image_data, tensors_of
 
 
+class Tensors(dict):
+    """Named tensors, which SGLang reads as items or, for GLM-V, as attributes."""
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class ImageReader(BaseMultimodalProcessor):
     """Comes before SGLang's class for the same models among the bases of a processor."""
 
@@ -21,7 +31,7 @@ class ImageReader(BaseMultimodalProcessor):
         data, path = read_image_data(text), self.server_args.model_path
         tensors = await asyncio.to_thread(tensors_of, data, input_text, path)
         made = await super().process_mm_data_async(
-            [{"format": "processor_output", **tensors}], *args, input_text=input_text, **kwargs
+            [Tensors(format="processor_output", **tensors)], *args, input_text=input_text, **kwargs
         )
         for image in made.mm_items:
             image.set_pad_value()
