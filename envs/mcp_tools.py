@@ -13,9 +13,9 @@ http://127.0.0.1:8000/mcp. A command sees HOME, PATH and the like, and the varia
 names, with commas between. $MCP_TOKEN goes to a URL as a bearer token. Records hold neither.
 
 Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. The actor reads text, and the
-text of resources. An image, audio or another resource is replaced by a note. The actor reads
-a tool's refusal (metric `refused`). A server that cannot be reached, dies, or takes
-longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
+text of resources; with MCP_IMAGES=1, for a model that sees, also images. Audio and other resources
+are replaced by a note. The actor reads a tool's refusal (metric `refused`). A server that cannot be
+reached, dies, or takes longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
 """
 
 import json
@@ -40,6 +40,7 @@ PASSED = {
     for name in os.environ.get("MCP_PASS", "").split(",")
     if name in os.environ
 }
+SEES = os.environ.get("MCP_IMAGES") == "1"
 CALL_S, NUM_EVAL, max_turns, TOKEN = 60.0, 50, 6, os.environ.get("MCP_TOKEN")
 NAMES = random.Random(0).sample(
     [f"{a}{b}{c}o" for a in "bdfgklmnprstvz" for b in "aeiou" for c in "klmnrst"], 400
@@ -82,7 +83,7 @@ def public(text):
 
 
 async def call(client, function):
-    """(text of the tool, True if it refused)."""
+    """(text of the tool, or parts with its images; True if the tool refused)."""
     arguments = function["arguments"]
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -91,7 +92,17 @@ async def call(client, function):
         if getattr(error, "code", None) in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
             raise
         return public(f"error: {error}"), True
+    if SEES and any(content.type == "image" for content in result.content):
+        parts = [part_of(content) for content in result.content]
+        return parts, bool(result.is_error)
     return public("\n".join(map(text_of, result.content))), bool(result.is_error)
+
+
+def part_of(content):
+    """A part of a message."""
+    if content.type == "image":
+        return {"type": "image", "data": content.data, "media_type": content.mime_type}
+    return {"type": "text", "text": public(text_of(content)) + "\n"}
 
 
 def text_of(content):
@@ -123,7 +134,7 @@ async def play(client, task, actor):
         answers = [(each["id"], *await call(client, each["function"])) for each in calls]
         refused += [is_refused for *_, is_refused in answers]
         await reply.respond(
-            [{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in answers]
+            [{"role": "tool", "content": said, "tool_call_id": id} for id, said, _ in answers]
         )
     right = reply.answer.strip() == str(task.row["answer"]).strip()
     return [

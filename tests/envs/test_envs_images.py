@@ -161,6 +161,29 @@ def test_each_command_reads_images_and_prints_no_pixels(name, learned, tmp_path,
         assert (b"base64," in text) == (file.suffix == ".html"), file
 
 
+JUDGED = """
+turns = ["policy"]
+
+async def reward_fn(completion, actors, prompt):
+    asked = [*prompt[0]["content"], {"type": "text", "text": f"Is {completion} right?"}]
+    verdict = await actors["judge"].respond([{"role": "user", "content": asked}])
+    [image] = verdict.turns[0].images
+    return {verdict.answer: image.width}
+"""
+
+
+def test_a_judge_sees_the_image_of_the_prompt(tmp_path):
+    (tmp_path / "env.py").write_text(JUDGED)
+    actors = {
+        name: ScriptedActor(name=name, chat=plain_chat(), replies=[text])
+        for name, text in {"policy": "two", "judge": "yes"}.items()
+    }
+    asked = {"prompt": "Which?", "image": Image.new("RGB", (7, 3))}
+    env = load_env(str(tmp_path / "env.py"))
+    outcome = stage.one(stage.run(env, actors, rows=[asked]))
+    assert outcome.reward_parts == {"yes": 7.0}
+
+
 ASKED = "Find x."
 
 

@@ -4,6 +4,7 @@ runs of the real command."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 import json
 import os
@@ -29,6 +30,9 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
+from rl_core.data.images import png_of
+from rl_core.data.tool_calls import ToolCalls
+from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.gym_spaces import action_of
@@ -513,19 +517,27 @@ def look() -> list:
     text, blob = TextResourceContents(uri="file:///a", text="a note"), BlobResourceContents(uri="file:///b", blob="eA==")
     return [
         TextContent(type="text", text="Here:"),
-        ImageContent(type="image", data="eA==", mime_type="image/png"),
+        ImageContent(type="image", data="PNG", mime_type="image/png"),
         EmbeddedResource(type="resource", resource=text),
         EmbeddedResource(type="resource", resource=blob),
         ResourceLink(type="resource_link", name="plan", uri="file:///c"),
     ]
 
 server.run("stdio")
-"""
+""".replace("PNG", base64.b64encode(png_of(np.zeros((2, 7), np.uint8))).decode())
 
 
 def test_the_actor_is_told_what_it_cannot_see(mcp, tmp_path):
     (tmp_path / "gallery.py").write_text(GALLERY)
-    env = mcp(f"{sys.executable} {tmp_path}/gallery.py")
+    env = mcp(f"{sys.executable} {tmp_path}/gallery.py", MCP_IMAGES="1")
+    seeing = ScriptedActor(
+        name="policy", chat=plain_chat(ToolCalls), replies=[called("look"), "16"]
+    )
+    outcome = stage.one(stage.run(env, {"policy": seeing}, rows=[PRICE], max_tokens=999))
+    [heard] = [m["content"] for m in outcome.messages if m["role"] == "tool"]
+    assert "".join(item.get("text", "#") for item in heard).startswith("Here:\n#a note\n[resource")
+    assert [(image.width, image.height) for image in outcome.turns[1].images] == [(7, 2)]
+    env = mcp(f"{sys.executable} {tmp_path}/gallery.py", MCP_IMAGES="0")
     outcome = stage.play(env, called("look"), "16", row=PRICE, max_tokens=999)
     [heard] = [m["content"] for m in outcome.messages if m["role"] == "tool"]
     assert heard.splitlines() == [
