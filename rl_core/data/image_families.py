@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PIXEL_CACHE_BYTES = 1 << 30
 # An image's key and the dtype of its tensors; None: that of the processor.
 Key: TypeAlias = "tuple[int, dtype | None]"
-# transformers' image processor, whose attributes depend on the family.
+# A processor of transformers, whose attributes depend on the family.
 Processor: TypeAlias = Any
 
 
@@ -383,13 +383,13 @@ class LlavaNext(Llava):
         """Does nothing: the processor gets smaller images; see limited()."""
 
     @cached_property
-    def rule(self) -> Any:
+    def rule(self) -> Processor:
         """transformers' processor of the family, for the number of tokens alone: the processor of
         LLaVA-OneVision cannot be made without torchvision."""
         if self.config.model_type == "llava_next":
             from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-            kind: Any = LlavaNextProcessor
+            kind: Processor = LlavaNextProcessor
         else:
             from transformers.models.llava_onevision.processing_llava_onevision import (
                 LlavaOnevisionProcessor,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import tokenizers
+    from transformers import PretrainedConfig
 
 
 class Tokenizer(Protocol):
@@ -51,7 +52,7 @@ def from_config(family: type, config: object, **options: object) -> Any:
     return family.from_config(config, trust_remote_code=False, **options)
 
 
-def size_of_layers(text: Any, name: str) -> int | None:
+def size_of_layers(text: PretrainedConfig, name: str) -> int | None:
     """A size in the configuration of a language model; the largest where layers differ, as in
     Gemma 4. None if the configuration lacks it."""
     try:
