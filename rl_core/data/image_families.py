@@ -281,6 +281,19 @@ class OneSize(ImageFamily):
             )
 
 
+def check_masks(config: PretrainedConfig) -> None:
+    """Raises ValueError if transformers' own attention lets image tokens see others than the models
+    were trained with."""
+    from transformers import __version__
+
+    if tuple(map(int, __version__.split(".")[:2])) < MASKS_SINCE:
+        needed = ".".join(map(str, MASKS_SINCE))
+        raise ValueError(
+            f"images of {config.model_type} need transformers {needed}, which is {__version__} "
+            "here: older versions give image tokens other masks; update it"
+        )
+
+
 class Gemma3(OneSize):
     """Images between two tokens, which see one another."""
 
@@ -290,6 +303,7 @@ class Gemma3(OneSize):
 
     def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         super().__init__(config, processor, path)
+        check_masks(config)
         self.placeholder_id = config.boi_token_id
         if processor.do_pan_and_scan:
             raise ValueError(
@@ -313,6 +327,7 @@ class Gemma4(ImageFamily):
     def __init__(self, config: PretrainedConfig, processor: Processor, path: str):
         super().__init__(config, processor, path)
         if config.get_text_config().use_bidirectional_attention == "vision":
+            check_masks(config)
             self.sees_ahead, self.types_argument = "windows", "mm_token_type_ids"
         others = config.video_token_id, config.audio_token_id
         self.media_ids += tuple(number for number in others if number is not None)
@@ -432,6 +447,7 @@ class LlavaOnevision(LlavaNext):
     max_images = 1
 
 
+MASKS_SINCE = (5, 19)  # Version of transformers.
 # Numbers of tokens of an image that Gemma 4's processor takes.
 GEMMA4_TOKENS = (70, 140, 280, 560, 1120)
 # Kind of vision tower -> number of its tokens before those of patches.
