@@ -34,6 +34,29 @@ from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, WeightOwner
 from rl_core.types import Completion, InputImage, JSONObject, SamplingParams
 
+# (condition, message of the error). c: the configuration; a: the actor.
+OF_SERVERS = [
+    (lambda c, a: c.deterministic, ": --deterministic=true needs --engine embedded"),
+    (
+        lambda c, a: c.weight_sync == "device" and a.servers,
+        ".engine_urls: --weight_sync=device needs a server that the run itself starts on its "
+        "device; take broadcast or files",
+    ),
+    (
+        lambda c, a: c.weight_sync == "broadcast" and not a.servers,
+        ": --weight_sync=broadcast is for servers that run already, on separate GPUs "
+        "(--actors.NAME.engine_urls); take device or files",
+    ),
+    (
+        lambda c, a: a.lora_base and c.actors[a.lora_base].lora.quantize != "none",
+        ".lora_base={a.lora_base}: only an embedded engine reads a shared model in 4 bits; take "
+        "--engine embedded",
+    ),
+    (
+        lambda c, a: a.router_replay,
+        ".router_replay=true needs --engine embedded, which records the experts of each token",
+    ),
+]
 ANSWER_TIMEOUT_S = 600.0  # Not for sampling, which the episode's deadline limits.
 MAX_STARTS = 3  # Attempts to restart a server that died.
 NO_WEIGHTS_POLL_S = 0.05

@@ -15,7 +15,13 @@ import torch
 from rl_core.config import Config
 from rl_core.distributed import this_device
 from rl_core.engines import sglang_images
-from rl_core.engines.server_engine import ANSWER_TIMEOUT_S, AdapterSlot, ServedEngine, is_kept
+from rl_core.engines.server_engine import (
+    ANSWER_TIMEOUT_S,
+    OF_SERVERS,
+    AdapterSlot,
+    ServedEngine,
+    is_kept,
+)
 from rl_core.engines.server_process import numbers
 from rl_core.engines.sglang_cuda import check_allocator, check_build_tools, check_tp_devices
 from rl_core.engines.sglang_images import FAMILIES, VARIABLE, image_data
@@ -33,30 +39,6 @@ INEXACT = (
     "of the actor, of evaluations or of an actor with the same engine, needs SGLang >= 0.5.20: "
     "older versions name more ids than they draw from; leave one of the two out"
 )
-# (condition, message of the error). c: the configuration; a: the actor.
-OF_SGLANG = [
-    (lambda c, a: c.deterministic, ": --deterministic=true needs --engine embedded"),
-    (
-        lambda c, a: c.weight_sync == "device" and a.servers,
-        ".engine_urls: --weight_sync=device needs a server that the run itself starts on its "
-        "device; take broadcast or files",
-    ),
-    (
-        lambda c, a: c.weight_sync == "broadcast" and not a.servers,
-        ": --weight_sync=broadcast is for servers that run already, on separate GPUs "
-        "(--actors.NAME.engine_urls); take device or files",
-    ),
-    (
-        lambda c, a: a.lora_base and c.actors[a.lora_base].lora.quantize != "none",
-        ".lora_base={a.lora_base}: only an embedded engine reads a shared model in 4 bits; take "
-        "--engine "
-        "embedded",
-    ),
-    (
-        lambda c, a: a.router_replay,
-        ".router_replay=true needs --engine embedded, which records the experts of each token",
-    ),
-]
 FOR_IMAGES = (
     "the server of a model that sees is started with rl_core on its PYTHONPATH and with "
     f"{VARIABLE}={sglang_images.__name__}"
@@ -86,7 +68,7 @@ class SGLangEngine(ServedEngine):
             check_tp_devices(config.engine_tp, num_visible, first)
             if config.weight_sync == "device":
                 check_allocator(os.environ)
-        refuse(OF_SGLANG, f"--actors.{name}", c=config, a=actor)
+        refuse(OF_SERVERS, f"--actors.{name}", c=config, a=actor)
         check_min_p(config, name)
 
     def __init__(self, spec: EngineSpec):

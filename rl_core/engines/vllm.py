@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from rl_core.config import Config
-from rl_core.engines.buckets import in_flat_buckets
+from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import ask
-from rl_core.engines.server_engine import AdapterSlot, ServedEngine, is_kept
+from rl_core.engines.server_engine import OF_SERVERS, AdapterSlot, ServedEngine, is_kept
 from rl_core.engines.vllm_images import FAMILIES, image_features
 from rl_core.engines.vllm_server import VLLMServer, check_vllm, missing_flags
 from rl_core.engines.weight_transfer import (
+    BroadcastTransfer,
     BucketsTransfer,
     FilesTransfer,
     Transfer,
@@ -41,29 +42,6 @@ LOWEST = -9999.0  # vLLM's number for a logprob of -inf, and for NaN.
 NUM_TIED = 32
 HEALTH_S = 10.0
 PAUSE, RESUME = "pause?mode=abort&clear_cache=true", "resume"
-
-# (condition, message of the error). c: the configuration; a: the actor.
-OF_VLLM = [
-    (lambda c, a: c.deterministic, ": --deterministic=true needs --engine embedded"),
-    (
-        lambda c, a: c.weight_sync == "broadcast",
-        ": --weight_sync=broadcast needs --engine sglang; take device or files",
-    ),
-    (
-        lambda c, a: c.weight_sync == "device" and a.servers,
-        ".engine_urls: --weight_sync=device needs a server that the run itself starts on its "
-        "device; take files",
-    ),
-    (
-        lambda c, a: a.lora_base and c.actors[a.lora_base].lora.quantize != "none",
-        ".lora_base={a.lora_base}: only an embedded engine reads a shared model in 4 bits; take "
-        "--engine embedded",
-    ),
-    (
-        lambda c, a: a.router_replay,
-        ".router_replay=true needs --engine embedded, which records the experts of each token",
-    ),
-]
 
 
 class VLLMFiles(FilesTransfer):
@@ -99,12 +77,36 @@ class VLLMDevice(BucketsTransfer):
         for bucket in in_flat_buckets(weights, spec.dtype, spec.device, self.bucket_bytes):
             if spec.device.type == "cuda":
                 torch.cuda.synchronize(spec.device)  # Another process reads the bucket.
-            # Each rank of the server opens a separate handle: handles are counted.
-            blobs = [bucket.blob() for _ in range(spec.server.tp)]
-            await self.ask("update_weights", {"update_info": {"blobs": blobs}})
+            await self.send_bucket(bucket, {})
             self.num_bytes += bucket.num_bytes
         await self.ask("finish_weight_update", {"weight_version": self.label})
         await self.ask(RESUME, {})
+
+    async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
+        # Each rank of the server opens a separate handle: handles are counted.
+        blobs = [bucket.blob() for _ in range(self.spec.server.tp)]
+        await self.ask("update_weights", {"update_info": {"blobs": blobs}})
+
+
+class VLLMBroadcast(BroadcastTransfer, VLLMDevice):
+    """See BroadcastTransfer and vllm_worker.BroadcastEngine."""
+
+    sent = ""  # Label of the weights that the server got last.
+
+    async def send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        if (await self.ask("weight_info", None))["weight_version"] != self.sent:
+            self.group = None  # The server was started anew.
+        await super().send(weights)
+        self.sent = self.label
+
+    async def num_ranks(self) -> int:
+        return (await self.ask("get_world_size", None))["world_size"]
+
+    async def ask_to_join(self, body: JSONObject) -> JSONObject:
+        return await self.ask("init_weight_transfer_engine", {"init_info": body})
+
+    async def ask_to_receive(self, bucket: Bucket, body: JSONObject) -> JSONObject:
+        return await self.ask("update_weights", {"update_info": bucket.facts()})
 
 
 class VLLMEngine(ServedEngine):
@@ -112,7 +114,11 @@ class VLLMEngine(ServedEngine):
     requests that are computed together."""
 
     server_class, sees, image_families = VLLMServer, True, FAMILIES
-    transfers: ClassVar[dict[str, type[Transfer]]] = {"files": VLLMFiles, "device": VLLMDevice}
+    transfers: ClassVar[dict[str, type[Transfer]]] = {
+        "files": VLLMFiles,
+        "device": VLLMDevice,
+        "broadcast": VLLMBroadcast,
+    }
     lora_layers = frozenset(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     )
@@ -121,7 +127,7 @@ class VLLMEngine(ServedEngine):
     def check(config: Config, name: str, is_planned: bool) -> None:
         actor = config.actors[name]
         check_vllm(config.engine_args, is_planned or bool(actor.servers))
-        refuse(OF_VLLM, f"--actors.{name}", c=config, a=actor)
+        refuse(OF_SERVERS, f"--actors.{name}", c=config, a=actor)
 
     def __init__(self, spec: EngineSpec):
         super().__init__(spec)

@@ -22,6 +22,7 @@ SETTINGS = {
 }
 # Pixels arrive as the vision tower reads them: vLLM would rescale and normalize them once more.
 SEES = {"mm_device_do_normalize": False}
+BROADCAST = '{"backend": "rl_core_broadcast"}'  # See vllm_worker.BroadcastEngine.
 HEAD = '{"head_dtype": "float32"}'  # The learner computes logits in fp32.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that --max-lora-rank takes.
 # Flag of the server that --engine_args may not set -> the flag of rl_core that sets it.
@@ -111,6 +112,10 @@ def missing_flags(info: JSONObject, spec: EngineSpec) -> list[str]:
     is_wide = isinstance(overrides, dict) and overrides.get("head_dtype") == "float32"
     if spec.dtype != torch.float32 and not is_wide:
         flags.append(f"--hf-overrides '{HEAD}'")
+    transfer = config.get("weight_transfer_config") or {}
+    is_joined = transfer.get("backend") == json.loads(BROADCAST)["backend"]
+    if spec.server.weight_sync == "broadcast" and not is_joined:
+        flags.append(f"--weight-transfer-config '{BROADCAST}'")
     return flags
 
 

@@ -265,7 +265,7 @@ class BroadcastTransfer(BucketsTransfer):
         """Makes a process group with the server's ranks, which connect to a store of this
         process."""
         spec, timeout = self.spec, timedelta(seconds=self.spec.start_timeout_s)
-        size = 1 + (await self.ask("server_info", None))["tp_size"]
+        size = 1 + await self.num_ranks()
         parts = urlsplit(spec.server.url)
         assert parts.hostname
         host, _ = addresses_towards(parts.hostname, parts.port or 80)
@@ -284,14 +284,24 @@ class BroadcastTransfer(BucketsTransfer):
             group_name=cast("GroupName", self.group_name),
             timeout=timeout,
         )
-        group, _ = await both(joining, self.ask("init_weights_update_group", body))
+        group, _ = await both(joining, self.ask_to_join(body))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
 
-    async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
+    async def num_ranks(self) -> int:
+        """Number of the server's ranks."""
+        return (await self.ask("server_info", None))["tp_size"]
+
+    async def ask_to_join(self, body: JSONObject) -> JSONObject:
+        return await self.ask("init_weights_update_group", body)
+
+    async def ask_to_receive(self, bucket: Bucket, body: JSONObject) -> JSONObject:
         body = body | bucket.facts() | {"group_name": self.group_name}
+        return await self.ask("update_weights_from_distributed", body)
+
+    async def send_bucket(self, bucket: Bucket, body: JSONObject) -> None:
         sending = asyncio.to_thread(self.broadcast, bucket.flat)
-        await both(sending, self.ask("update_weights_from_distributed", body))
+        await both(sending, self.ask_to_receive(bucket, body))
 
     def broadcast(self, flat: Tensor) -> None:
         if flat.device.type == "cuda":

@@ -3,6 +3,7 @@ of every engine."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -26,8 +27,9 @@ from test_sglang import (
 from rl_core.config import parse_config
 from rl_core.engines.server_process import own_flag
 from rl_core.engines.vllm import VLLMEngine
-from rl_core.engines.vllm_server import OWN_FLAGS, SETTINGS, flag_of, missing_flags
+from rl_core.engines.vllm_server import BROADCAST, OWN_FLAGS, SETTINGS, flag_of, missing_flags
 from rl_core.plan.image_checks import why_no_images
+from rl_core.sampling.engine import EngineDied
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,52 @@ def test_a_server_maps_the_buckets_and_gets_them_again_after_a_death(make_model,
     assert subject.held() == held
     subject.check_all(REQUESTS, subject.speak(REQUESTS))
     subject.close()
+
+
+class Host(Subject):
+    """A server that takes broadcasts."""
+
+    def make(self, spec) -> VLLMEngine:
+        spec.server.args = f"--weight-transfer-config '{BROADCAST}'"
+        return VLLMEngine(spec)
+
+
+class Broadcast(Subject):
+    """Its server runs already."""
+
+    url = ""
+
+    def make(self, spec) -> VLLMEngine:
+        spec.server.url, spec.server.weight_sync = self.url, "broadcast"
+        spec.server.bucket_bytes = 30_000
+        spec.resend = self.weights
+        return VLLMEngine(spec)
+
+
+@needs_vllm
+def test_a_server_that_runs_already_gets_broadcasts_and_again_if_it_is_started_anew(
+    make_model, tmp_path, monkeypatch
+):
+    folder = make_model(heads=2)
+    host = Host("vllm", folder, tmp_path / "engine.log")
+    server = host.engine.server
+    monkeypatch.setenv("VLLM_API_KEY", server.key)
+    monkeypatch.setattr(Broadcast, "url", server.url)
+    subject = Broadcast("vllm", folder, tmp_path / "none.log").load_first_weights()
+    assert subject.held() == subject.held_first
+    for _ in range(2):
+        subject.change()
+        subject.update()
+        subject.check_all(REQUESTS, subject.speak(REQUESTS))
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    host.run(host.engine.wake())
+    with pytest.raises(EngineDied):
+        subject.speak(REQUESTS[:1])
+    subject.run(subject.engine.wake())
+    subject.check_all(REQUESTS, subject.speak(REQUESTS))
+    subject.close()
+    host.close()
 
 
 @needs_vllm
@@ -179,6 +227,7 @@ def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_n
     extension = "rl_core.engines.vllm_worker.WorkerExtension"
     spec = engine_spec(None, dtype=torch.bfloat16, max_context_tokens=512)
     sees = {"multimodal_config": {"mm_device_do_normalize": True}}
+    broadcast = f"--weight-transfer-config '{BROADCAST}'"
     for changed, expected in [
         ({}, ""),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
@@ -186,6 +235,9 @@ def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_n
         ({"dtype": "torch.float16"}, "--dtype bfloat16"),
         ({"max_model_len": 511}, "--max-model-len 512"),
         ({"max_model_len": 1024}, ""),
+        ({"weight_sync": "broadcast"}, broadcast),
+        ({"weight_sync": "broadcast", "transfer": {"backend": "nccl"}}, broadcast),
+        ({"weight_sync": "broadcast", "transfer": json.loads(BROADCAST)}, ""),
         (sees, ""),
         (sees | {"vision": "family"}, "--no-mm-device-do-normalize"),
         ({"hf_overrides": {}}, """--hf-overrides '{"head_dtype": "float32"}'"""),
@@ -194,7 +246,8 @@ def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_n
         info = {"model_config": model | changed, "parallel_config": {}}
         info["parallel_config"]["worker_extension_cls"] = extension
         info["parallel_config"] |= {k: v for k, v in changed.items() if k.startswith("worker")}
-        spec.vision = changed.get("vision")
+        info["weight_transfer_config"] = changed.get("transfer")
+        spec.vision, spec.server.weight_sync = changed.get("vision"), changed.get("weight_sync")
         assert " ".join(missing_flags({"vllm_config": info}, spec)) == expected
 
 
