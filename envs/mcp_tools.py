@@ -134,7 +134,7 @@ async def play(client, task, actor):
         answers = [(each["id"], *await call(client, each["function"])) for each in calls]
         refused += [is_refused for *_, is_refused in answers]
         await reply.respond(
-            [{"role": "tool", "content": said, "tool_call_id": id} for id, said, _ in answers]
+            [{"role": "tool", "content": text, "tool_call_id": id} for id, text, _ in answers]
         )
     right = reply.answer.strip() == str(task.row["answer"]).strip()
     return [
