@@ -529,7 +529,8 @@ class PixelCache:
             try:
                 tensors = future.result()
             finally:
-                self.waiting.pop(key, None)
+                with self.lock:
+                    self.waiting.pop(key, None)
             with self.lock:
                 self.use(key, future, num_bytes(tensors))
             yield tensors

@@ -90,7 +90,7 @@ class Driver:
         async with self.loading:
             if time.monotonic() < self.loaded_until:
                 return
-            lasts_s = RELOAD_S
+            lasts_s = EXPIRY_S  # After an error, for then the token may have expired.
             try:
                 lasts_s = await self.load()
             except self.errors:

@@ -9,7 +9,6 @@ import base64
 import dataclasses
 import json
 import os
-import secrets
 import stat
 import sys
 import time
@@ -24,6 +23,7 @@ from rl_core.sandbox.sandbox import Sandbox
 
 CLEAN_S = 3.0
 MAX_PRINTED = 1 << 19  # Characters of an answer; a longer one is a file.
+LONG_ANSWER = "/tmp/.rl_core_answer"  # Each program's replaces the last one's.
 # Devices that anybody may write.
 SHARED = [f"/dev/{name}" for name in (*isolation.DEVICES, "tty")]
 KERNEL = ("proc", "sysfs", "cgroup", "cgroup2")
@@ -48,10 +48,9 @@ def main(verb: str) -> None:
     sandbox.close()
     text = json.dumps(answer | {"is_clean": is_clean()})
     if len(text) > MAX_PRINTED:
-        path = f"/tmp/.rl_core_{secrets.token_hex(8)}"
-        with open(path, "w", encoding="utf-8") as file:
+        with open(LONG_ANSWER, "w", encoding="utf-8") as file:
             file.write(text)
-        text = json.dumps({"file": path})
+        text = json.dumps({"file": LONG_ANSWER})
     print(text)
 
 
