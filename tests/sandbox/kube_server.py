@@ -8,6 +8,7 @@ import asyncio
 import json
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,6 +59,8 @@ class KubeServer:
 
     def __enter__(self) -> KubeServer:
         self.loop = asyncio.new_event_loop()
+        # Each pod holds a thread, and the default is four more than there are cores.
+        self.loop.set_default_executor(ThreadPoolExecutor(200))
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         asyncio.run_coroutine_threadsafe(self.start(), self.loop).result()
         self.write_kubeconfig({"token": TOKEN})
