@@ -8,7 +8,6 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from rl_core.config import Config, LoraConfig
-from rl_core.config.actors import ActorConfig
 from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.tool_calls import ToolCalls
@@ -38,7 +37,7 @@ def checked_chat(config: Config, name: str) -> Chat:
         check_experts(config, name, model_config)
     settings = config.of(name)
     if actor.is_trained and settings.learner.train is not None:
-        check_trained_parts(settings, actor, model_config)
+        check_trained_parts(config, name, model_config)
     if actor.is_trained and actor.lora.rank:
         from rl_core.learning.lora import LANGUAGE, check_lora
 
@@ -68,16 +67,20 @@ def checked_chat(config: Config, name: str) -> Chat:
     return chat
 
 
-def check_trained_parts(
-    settings: Config, actor: ActorConfig, model_config: PretrainedConfig
-) -> None:
+def check_trained_parts(config: Config, name: str, model_config: PretrainedConfig) -> None:
     """Raises ValueError if --learner.train names parts that the model lacks or cannot train."""
-    flag = f"--learner.train={settings.learner.train}"
-    names = split(settings.learner.train)
+    actor, train = config.actors[name], config.of(name).learner.train
+    flag, names = f"--learner.train={train}", split(train)
     if not names or not set(names) <= {*PARTS}:
         raise ValueError(f"{flag}: name some of {','.join(PARTS)}")
     if not hasattr(model_config, "vision_config"):
         raise ValueError(f"{flag}: model {actor.model} reads text alone; leave it out")
+    # Engines apply the adapter of a request by its row, and the vision tower has no rows.
+    if (actor.lora_base or config.sharers(name)) and names != ["language"]:
+        raise ValueError(
+            f"{flag}: adapters of actors that share a model are in its language model; take "
+            "--learner.train language, or give each actor its own --actors.NAME.model"
+        )
 
 
 def read_config(path: str) -> PretrainedConfig:

@@ -180,6 +180,12 @@ def test_fewer_samples_than_ranks_leave_bins_empty():
             "'q_proj' is not a linear layer of a block of this model; take some of all-linear, "
             "linear_fc1, linear_fc2, proj, qkv",
         ),
+        (
+            "qwen3_vl",
+            "vision,language --actors.policy.lora.rank 2 --actors.other.lora_base policy "
+            "--actors.other.lora.rank 2",
+            "share a model are in its language model; take --learner.train language",
+        ),
     ],
 )
 def test_parts_that_cannot_be_trained_are_refused(arch, flags, why, make_model):
