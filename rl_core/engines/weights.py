@@ -66,11 +66,14 @@ def on_host(named_weights: NamedWeights, dtype: torch.dtype) -> Iterator[tuple[s
 
 
 def checkpoint_weights(hf: PreTrainedModel, named: NamedWeights) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of published checkpoints of this model, such as one tensor per
-    expert. Weights of one layer must be consecutive, as in named_weights()."""
+    """The weights as published checkpoints of this model have them, such as one tensor per expert.
+    Weights of one layer must be consecutive, as in named_weights()."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
+    from rl_core.models.loading import save_as_published
+
+    save_as_published(hf)
     conversions = get_model_conversion_mapping(hf, add_legacy=False)
     if not conversions and not getattr(hf, "_weight_conversions", None):
         yield from named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import torch
@@ -19,6 +20,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
 from transformers.modeling_layers import GenericForSequenceClassification
@@ -94,6 +96,22 @@ def scored_class(model: type) -> type:
         register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
     # transformers reads the source of the family's module to see that attention can be replaced.
     return type(name, (GenericForSequenceClassification, family), {"__module__": family.__module__})
+
+
+def save_as_published(model: PreTrainedModel) -> None:
+    """Makes save_pretrained() and revert_weight_conversion() transpose the weights that published
+    checkpoints have transposed, such as experts of Qwen3-VL. transformers 5.24 transposes on the
+    way back only where a shape differs from the model's own, which is never."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # transformers takes these for a model that it did not load.
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in known if type(each).__name__ != "PrefixChange"]
+    conversions = copy.deepcopy(conversions)
+    for conversion in conversions:
+        for operation in getattr(conversion, "operations", ()):
+            if getattr(operation, "check_dims", False):
+                operation.check_dims = False
+                model._weight_conversions = conversions
 
 
 def load_hf_model(

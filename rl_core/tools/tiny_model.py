@@ -65,7 +65,7 @@ def make_tiny_model(
     from transformers import AutoConfig, GenerationConfig
 
     from rl_core.data.pretrained import from_config
-    from rl_core.models.loading import model_class
+    from rl_core.models.loading import model_class, save_as_published
     from rl_core.tools.tiny_vision_model import (
         VISION_MODELS,
         VISION_TOKENS,
@@ -113,6 +113,7 @@ def make_tiny_model(
             if not value.any() and value.ndim == 2:  # Gemma 3's projector would be blind.
                 value.data.normal_(std=sizes["initializer_range"])
     model.generation_config = GenerationConfig(**ends, do_sample=True)
+    save_as_published(model)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     if sees:

@@ -55,7 +55,8 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+# A size at which transformers cannot mistake a matrix of an expert for its transpose.
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 GLM_EXPERTS = {"n_routed_experts": 4, "first_k_dense_replace": 1}
 
 

@@ -24,6 +24,7 @@ from rl_core.learners import make_policy
 from rl_core.models import loading
 from rl_core.parallel.fsdp import fused_later
 from rl_core.run.saving.checkpoint import export_policy
+from rl_core.tools.tiny_model import make_tiny_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
 KINDS = ("dp 2", "hsdp 2", "lora", "scores", "offload")
@@ -81,6 +82,22 @@ def test_two_ranks_export_and_stream_the_checkpoints_own_names_and_buffers(famil
         for weights in (streamed, after):
             assert weights.keys() == before.keys()
             assert all(torch.equal(value, before[n]) for n, value in weights.items())
+
+
+def test_experts_that_published_files_have_transposed_are_exported_and_streamed_so(tmp_path):
+    """Published files of Qwen3-VL's MoE have [experts, hidden, 2 x intermediate]."""
+    make_tiny_model(tmp_path / "model", arch="qwen3_vl_moe", hidden=32)
+    before = load_file(tmp_path / "model/model.safetensors")
+    experts = "model.language_model.layers.0.mlp.experts."
+    assert before[f"{experts}gate_up_proj"].shape == (4, 32, 48)
+    assert before[f"{experts}down_proj"].shape == (4, 24, 32)
+    export(init_ranks(60), str(tmp_path / "model"), tmp_path / "export")
+    for weights in (
+        torch.load(f"{tmp_path}/export.0"),
+        load_file(tmp_path / "export/model.safetensors"),
+    ):
+        assert weights.keys() == before.keys()
+        assert all(torch.equal(value, before[n]) for n, value in weights.items())
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])

@@ -31,6 +31,7 @@ from rl_core.data.pretrained import Tokenizer
 from rl_core.data.rows import rename_into_place, replaced
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
+from rl_core.models.loading import save_as_published
 from rl_core.models.policy import Policy
 from rl_core.types import JSONObject, RunError
 
@@ -278,6 +279,7 @@ def export_policy(
         torch.nn.Module.to(plain, policy.checkpoint_dtype)
     if not policy.is_scoring:
         plain.generation_config = with_ends(policy.hf.generation_config, end_token_ids)
+    save_as_published(plain)
     with replaced(folder) as scratch:
         # save_pretrained() restores the names of the original checkpoint.
         plain.save_pretrained(scratch, state_dict=weights)
