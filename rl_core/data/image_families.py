@@ -487,7 +487,9 @@ class PixelCache:
         # Bytes of the tensors that were used, the least recently used first, and their sum.
         self.sizes: OrderedDict[Key, int] = OrderedDict()
         self.total = 0
-        self.waiting: dict[Key, float] = {}  # Bytes of tensors that nobody has used.
+        # Bytes of the tensors that nobody has used, and their sum.
+        self.waiting: dict[Key, float] = {}
+        self.total_waiting = 0.0
         self.lock = Lock()  # A learner and an engine share the cache.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="pixels")
 
@@ -495,7 +497,7 @@ class PixelCache:
         """Begins to compute the tensors of images that are not in the cache."""
         with self.lock:
             for image in images:
-                if sum(self.waiting.values()) > self.max_bytes / 4:
+                if self.total_waiting > self.max_bytes / 4:
                     break
                 self.future(image, dtype)
 
@@ -506,6 +508,7 @@ class PixelCache:
         if key not in self.made:
             num_tokens = self.family.num_tokens(image)
             self.waiting[key] = num_tokens * self.family.bytes_per_token
+            self.total_waiting += self.waiting[key]
             self.made[key] = self.thread.submit(self.compute, image, dtype)
         return self.made[key]
 
@@ -530,7 +533,7 @@ class PixelCache:
                 tensors = future.result()
             finally:
                 with self.lock:
-                    self.waiting.pop(key, None)
+                    self.total_waiting -= self.waiting.pop(key, 0)
             with self.lock:
                 self.use(key, future, num_bytes(tensors))
             yield tensors

@@ -166,6 +166,7 @@ def test_what_runs_hooks_runs_them_with_bounded_ends():
         "sandbox.py",
         "worker.py",
         "contained.py",
+        "programs_main.py",
         "client.py",
         "tools/view.py",
         "reward_model.py",
