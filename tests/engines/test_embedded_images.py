@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from kit import STOP, embedded, metrics, run, steps
 from oracle import chosen, frozen, inputs, scores
 from packaging.version import Version
@@ -46,7 +48,7 @@ from rl_core.data.tasks import prompt_messages
 from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
 from rl_core.models.vision import Vision
 from rl_core.plan.image_checks import why_no_images
-from rl_core.rewards.reward_model import RewardModel
+from rl_core.rewards.reward_model import RewardModel, ScoreServer, remote_scores
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sampling.resumable_rollouts import FILE, read_groups, read_trajectories
 from rl_core.tools.cli import main
@@ -188,14 +190,31 @@ def test_newlines_around_an_image_join_those_of_the_text(contents, make_model):
         ({"do_pan_and_scan": True}, None, "has do_pan_and_scan"),
         ({}, 255, "--data.max_image_pixels=255: gemma3"),
         ({"max_soft_tokens": 140}, 4479, "takes at least 4480"),
+        ({"max_soft_tokens": 560}, 280 * 64, "at most 280 tokens"),
+        ({"max_soft_tokens": 140}, 280 * 64, "at most 140 tokens"),
     ],
 )
-def test_settings_of_gemma_are_refused(changes, most, reason, make_model, tmp_path):
+def test_settings_of_gemma_are_read_or_refused(changes, most, reason, make_model, tmp_path):
     arch = "gemma4" if "max_soft_tokens" in changes else "gemma3"
     shutil.copytree(make_model(arch), tmp_path / "model")
     file = tmp_path / "model/preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert reason in str(load_family(str(tmp_path / "model"), most))
+    family = load_family(str(tmp_path / "model"), most)
+    if not isinstance(family, str):
+        family = f"at most {family.processor.max_soft_tokens} tokens"
+    assert reason in family
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+def test_llava_has_the_tokens_of_its_features(strategy, make_model, tmp_path):
+    """transformers' forward refuses another number."""
+    hf = AutoModelForImageTextToText.from_pretrained(make_model("llava"))
+    shutil.copytree(make_model("llava"), tmp_path / "model")
+    hf.config.vision_feature_select_strategy = strategy
+    hf.config.save_pretrained(tmp_path / "model")
+    vision = Vision(load_family(str(tmp_path / "model")), hf)
+    image = read_image(noise(0))
+    hf(vision.model_ids(torch.tensor([vision.family.expand(image)])), **vision.tensors([image]))
 
 
 def test_a_second_image_of_llava_onevision_is_refused(make_model):
@@ -548,3 +567,11 @@ def test_a_reward_model_learns_from_images_and_scores_them(folder, make_model):
     assert np.std(expected) > 1e-3
     # Texts after images have positions from 0.
     assert model.score(talks[:1]) == pytest.approx(expected[:1], abs=1e-5)
+
+    async def asked():
+        app = web.Application()
+        app.add_routes([web.post("/classify", ScoreServer(model).classify)])
+        async with TestServer(app) as server:
+            return await remote_scores(str(server.make_url("")), talks)
+
+    assert asyncio.run(asked()) == pytest.approx(expected, abs=1e-5)

@@ -32,6 +32,7 @@ from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image
 from rl_core.engines.options import engine_factory
 from rl_core.engines.sglang import SGLangEngine
+from rl_core.engines.sglang_images import hash_of, read_image_data, tensors_of
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
 from rl_core.learning.lora import adapter_weights, is_served
 from rl_core.metrics import Sum
@@ -154,7 +155,13 @@ def test_a_running_server_needs_rl_cores_processor_of_images(
     )
     with pytest.raises(RunError, match=f"{error}.*SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE"):
         asyncio.run(asked)
-    assert standin.requests[-1][1]["input_ids"] == [4, *[family.token_id] * 6]
+    asked = standin.requests[-1][1]
+    assert asked["input_ids"] == [4, *[family.token_id] * 6]
+    data = read_image_data(asked["image_data"])
+    with pytest.raises(ValueError, match="has 5 tokens of images; .* they have 6"):
+        tensors_of(data, asked["input_ids"][:-1], family.path)
+    assert tensors_of(data, asked["input_ids"], family.path).keys() == family.tensors(image).keys()
+    assert len({hash_of(1, "1"), hash_of(1, "2"), hash_of(2, "1")}) == 3
 
 
 def weights_of(engine: SGLangEngine, value: float) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@ of every engine."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import models_table
+import numpy as np
 import pytest
 import torch
 from kit import ROOT, engine_spec, metrics, run, words
@@ -25,8 +27,11 @@ from test_sglang import (
 )
 
 from rl_core.config import parse_config
+from rl_core.data.image_families import load_family
+from rl_core.data.images import read_image
 from rl_core.engines.server_process import own_flag
 from rl_core.engines.vllm import VLLMEngine
+from rl_core.engines.vllm_images import image_features
 from rl_core.engines.vllm_server import BROADCAST, OWN_FLAGS, SETTINGS, flag_of, missing_flags
 from rl_core.plan.image_checks import why_no_images
 from rl_core.sampling.engine import EngineDied
@@ -258,3 +263,17 @@ def test_families_whose_images_vllm_does_not_take_are_refused(arch, reason, make
     flags = words("--model", make_model(arch), "--env_path x.py --out x --engine vllm")
     refusal = why_no_images(parse_config(flags), "policy")
     assert reason in refusal and bool(reason) == bool(refusal)
+
+
+def test_each_image_of_a_request_has_its_range_and_tensors(make_model):
+    family = load_family(str(make_model("qwen3_vl", heads=2)))
+    small, large = (read_image(np.full((16, width, 3), 9, np.uint8)) for width in (16, 24))
+    images, frames = [small, small, large, small], [[5], [], [7, 8], [5], [9]]
+    ids = frames[0] + [n for i, f in zip(images, frames[1:], strict=True)
+                       for n in (*family.expand(i), *f)]  # fmt: skip
+    made = image_features(images, ids, family, torch.float32)
+    ranges = [(place["offset"], place["length"]) for place in made["mm_placeholders"]["image"]]
+    assert ranges == [(1, 4), (5, 4), (11, 6), (18, 4)]
+    assert made["mm_hashes"]["image"] == [str(image.key) for image in images]
+    for image, text in zip(images, made["kwargs_data"]["image"], strict=True):
+        assert family.tensors(image)["pixel_values"].numpy().tobytes() in base64.b64decode(text)

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -298,6 +299,25 @@ def family_plan(device: str = "cpu", kernel: str = "auto"):
     starts = torch.tensor([0, *FAMILIES[0]]).cumsum(0)
     device = torch.device(device)
     return AttentionPlan(starts, FAMILIES[1], find_kernel(kernel, device), device)
+
+
+# Places of images, whose tokens see the image's later ones.
+BLOCKS = [np.arange(1, 4), np.arange(6, 20), np.arange(24, 31), np.array([90])]
+
+
+@pytest.mark.parametrize("window", [None, *WINDOWS])
+@pytest.mark.parametrize("in_full_attention", [True, False])
+def test_a_block_sees_its_later_tokens_in_the_layers_that_are_named(window, in_full_attention):
+    inputs, plan = make_inputs(FAMILIES[0], HEADS["gqa"]), family_plan()
+    plan.see_ahead(BLOCKS, in_full_attention)
+    seen = seen_tokens(FAMILIES[0], FAMILIES[1], window)
+    for block in BLOCKS if in_full_attention or window else ():
+        seen[block[0] : block[-1] + 1, block[0] : block[-1] + 1].logical_or_(
+            torch.ones(len(block), len(block)).triu().bool()
+        )
+    computed = results(partial(packed_attention, plan=plan, scale=SCALE, window=window), *inputs)
+    wanted = results(partial(whole_attention, seen=seen), *inputs)
+    assert max(map(error, computed, wanted)) < 1e-13
 
 
 def family_errors(heads, window, dtype=torch.float64, device="cpu", dim=8, kernel="auto") -> float:

@@ -26,6 +26,8 @@ from rl_core.config import parse_config
 from rl_core.environments.agents import forward
 from rl_core.plan.plan import configure_boxes
 from rl_core.sandbox import box_kubernetes, box_remote, boxes, tunnel
+from rl_core.service.server import worker_command
+from rl_core.tools.serve import read_flags
 
 REASON = machine.missing()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -133,12 +135,16 @@ def test_a_pod_that_never_starts_says_why_and_is_removed(server, monkeypatch, im
 
 
 @pytest.mark.parametrize(
-    "kind, error",
-    [("create", "no box of a:1 within 0 s: the service still"), ("list", "old boxes of this run")],
+    "kind, limit, error",
+    [
+        ("create", "CREATE_S", "no box of a:1 within 0 s: the service still"),
+        ("list", "TRANSFER_S", "old boxes of this run"),
+    ],
 )
-def test_a_cluster_that_does_not_answer_has_a_deadline(server, tmp_path, monkeypatch, kind, error):
-    for name in ("CREATE_S", "TRANSFER_S"):
-        monkeypatch.setattr(box_remote, name, 0.4)
+def test_a_cluster_that_does_not_answer_has_a_deadline(
+    server, tmp_path, monkeypatch, kind, limit, error
+):
+    monkeypatch.setattr(box_remote, limit, 0.4)
     boxes.configure(box_driver="kubernetes", run_file=str(tmp_path / "run"))
     server.faults[kind] = ["hang"]
     with pytest.raises(RuntimeError, match=error):
@@ -369,13 +375,16 @@ def test_what_is_missing_is_named_before_a_model_loads(server, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("max_boxes, share", [(3, 0), (4, 1), (11, 2)])
-def test_ranks_share_the_bound_and_each_needs_a_box(
+def test_ranks_and_workers_share_the_bound_and_each_needs_a_box(
     server, monkeypatch, tmp_path, max_boxes, share
 ):
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = f"--model m --env_path e.py --out {tmp_path / 'out'} --sandbox.max_boxes {max_boxes}"
     configure_boxes(parse_config([*shlex.split(flags), "--sandbox.box_driver", "kubernetes"]))
     assert boxes.SERVICES.settings.max_boxes == share
+    args = read_flags(["e.py", "--workers", "4", *flags.split()[-2:]])
+    command = worker_command(args, "127.0.0.1:1", "w", "", False)
+    assert command[command.index("--sandbox.max_boxes") + 1] == str(share)
     with nullcontext() if share else pytest.raises(RuntimeError, match="less than the number of r"):
         boxes.check_machine()
 

@@ -151,6 +151,11 @@ def test_a_box_that_cannot_be_cleaned_or_ends_is_replaced(one_box):
         return await running
 
     assert asyncio.run(evict_during(1)).stdout == "4\n"
+    other = Sandbox(image="other:1")
+    assert asyncio.run(other.run("print(5)")).stdout == "5\n"
+    assert [pod.manifest["spec"]["containers"][0]["image"] for pod in one_box.pods.values()] == [
+        "other:1"
+    ]
     assert one_box.most == 1
 
 
