@@ -51,6 +51,7 @@ from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
 from rl_core.service.client import plain
 from rl_core.service.session import read_trajectory
+from rl_core.service.speakers import Speakers
 from rl_core.service.wire import ServiceError, to_json
 from rl_core.tools.cli import main as command
 from rl_core.types import SamplingParams, Task
@@ -615,6 +616,8 @@ def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
     sent = plain(served)
     assert to_json(sent, "").count(picture.url) == 1
     assert read_trajectory(sent).turns == served.turns
+    [returned] = Speakers(None, False).trajectories(to_json([sent], ""))
+    assert returned.turns == served.turns
     [first, _] = sent["turns"]
     forged = {"key": 5, "url": picture.url, "width": 900_000, "height": 1}
     first["new_ids"] = [-5 if number < 0 else number for number in first["new_ids"]]
