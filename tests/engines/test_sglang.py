@@ -158,7 +158,7 @@ def test_a_running_server_needs_rl_cores_processor_of_images(
     asked = standin.requests[-1][1]
     assert asked["input_ids"] == [4, *[family.token_id] * 6]
     data = read_image_data(asked["image_data"])
-    with pytest.raises(ValueError, match="has 5 tokens of images; .* they have 6"):
+    with pytest.raises(ValueError, match=r"has 5 tokens of images; .* they have 6"):
         tensors_of(data, asked["input_ids"][:-1], family.path)
     assert tensors_of(data, asked["input_ids"], family.path).keys() == family.tensors(image).keys()
     assert len({hash_of(1, "1"), hash_of(1, "2"), hash_of(2, "1")}) == 3
