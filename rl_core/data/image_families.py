@@ -600,7 +600,10 @@ def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
         reason = str(error).splitlines()[0]
         return f"config.json of model {path} is missing, or needs custom code ({reason})"
     if not hasattr(config, "vision_config"):
-        return f"model {path} ({config.model_type}) reads text alone"
+        return (
+            f"model {path} ({config.model_type}) reads text alone; take a model that sees, or "
+            "remove the images"
+        )
     kind = FAMILIES.get(config.model_type)
     if kind is None:
         reason = REFUSED.get(config.model_type, "")

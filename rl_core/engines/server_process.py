@@ -25,6 +25,8 @@ from rl_core.sampling.engine import EngineDied, EngineSpec
 POLL_S = 0.5
 POLLS_PER_NOTE = 60  # Polls between two messages about a server that does not answer yet.
 LOG_LINES = 12  # Lines of the log that an error quotes.
+LOG_BYTES = 200_000  # Bytes at the log's end that are searched for errors.
+NUM_ERRORS = 3  # Errors of the log that are quoted. The first one is the likely cause.
 DYING_S = 1.0  # Time from a closed connection to the end of the process.
 # Variables that the child does not inherit. With torchrun's, the child would join the ranks'
 # process groups. Expandable segments break the servers' memory savers.
@@ -44,6 +46,20 @@ def check_own_flags(
         raise ValueError(
             f"--engine_args={args}: rl_core itself sets {name} of {server}'s server; {instead}"
         )
+
+
+def quoted_log(log: str) -> str:
+    """The last lines of a server's log, and the first errors before these lines: a server may log
+    its cause far above its end."""
+    lines = [line[:300] for line in log.splitlines() if line.strip()]
+    end = lines[-LOG_LINES:]
+    errors: dict[str, None] = {}
+    for line in lines[:-LOG_LINES]:
+        if match := re.search(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)", line):
+            errors[match[1]] = None
+    if errors:
+        end += ["errors before these lines:", *list(errors)[:NUM_ERRORS]]
+    return "\n".join(end)
 
 
 def own_flag(arg: str, flags: Collection[str], others: Collection[str] = ()) -> str:
@@ -95,6 +111,7 @@ class ServerProcess:
         self.is_own = not spec.server.url
         self.url, self.key = spec.server.url.rstrip("/"), os.environ.get(self.key_name, "")
         self.process: subprocess.Popen | None = None
+        self.log_start = 0  # Bytes of the log that earlier processes wrote.
         self.num_starts = 0
         self._answered = False
         if self.is_own:
@@ -161,6 +178,7 @@ class ServerProcess:
             "authkey": current_process().authkey.hex(),
         }
         log = os.open(self.spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.log_start = os.fstat(log).st_size
         self.process = subprocess.Popen(
             [sys.executable, *self.command],
             stdin=subprocess.PIPE,
@@ -177,11 +195,10 @@ class ServerProcess:
     def died(self, reason: str) -> EngineDied:
         if self.process is None:
             return EngineDied(f"{self} {reason}")
-        log = self.spec.log.read_bytes()[-20_000:].decode(errors="replace")
-        lines = [line[:300] for line in log.splitlines() if line.strip()]
-        end = "\n".join(lines[-LOG_LINES:])
+        log = self.spec.log.read_bytes()[self.log_start :]
+        quote = quoted_log(log[-LOG_BYTES:].decode(errors="replace"))
         status = f"exit status {self.process.poll()}"
-        return EngineDied(f"{self} {reason} ({status}); the end of {self.spec.log}:\n{end}")
+        return EngineDied(f"{self} {reason} ({status}); the end of {self.spec.log}:\n{quote}")
 
     async def lost(self, number: int, reason: str) -> EngineDied:
         """The error for a request without a response. Stops the server, unless it has restarted:

@@ -77,7 +77,7 @@ class Driver:
         if not has_file and not self.is_in_cluster:
             raise RuntimeError(
                 "box driver kubernetes: there is no kubeconfig in $KUBECONFIG or ~/.kube/config, "
-                "and this machine is no pod; copy one there"
+                "and this machine is not a pod; copy one there"
             )
 
     @property

@@ -5,6 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rl_core.tools.tiny_vision_model import (
+    VISION_MODELS,
+    VISION_TOKENS,
+    vision_config,
+    write_preprocessor,
+)
+
 ROLES = ("system", "user", "assistant", "tool")
 PAD, END, UNKNOWN, BEGIN = "<|pad|>", "<|end|>", "<|unk|>", "<|begin|>"
 SPECIALS = (PAD, END, UNKNOWN, BEGIN, *(f"<|{role}|>" for role in ROLES))
@@ -20,7 +27,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-ARCHITECTURES = ("qwen3", "llama", "qwen2", "qwen2_5_vl", "qwen3_vl")
+ARCHITECTURES = ("qwen3", "llama", "qwen2", *VISION_MODELS)
 
 
 def character_tokenizer(more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE):
@@ -66,12 +73,6 @@ def make_tiny_model(
 
     from rl_core.data.pretrained import from_config
     from rl_core.models.loading import model_class, save_as_published
-    from rl_core.tools.tiny_vision_model import (
-        VISION_MODELS,
-        VISION_TOKENS,
-        vision_config,
-        write_preprocessor,
-    )
 
     if hidden % heads or hidden // heads % 2:
         nearest = 2 * heads * max(1, hidden // heads // 2)

@@ -29,7 +29,7 @@ from test_sglang import (
 from rl_core.config import parse_config
 from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image
-from rl_core.engines.server_process import own_flag
+from rl_core.engines.server_process import own_flag, quoted_log
 from rl_core.engines.vllm import VLLMEngine
 from rl_core.engines.vllm_images import image_features
 from rl_core.engines.vllm_server import BROADCAST, OWN_FLAGS, SETTINGS, flag_of, missing_flags
@@ -211,6 +211,18 @@ def test_servers_that_run_already_get_the_weights_and_again_if_one_is_started_an
         for server in servers.values():
             os.killpg(server.pid, signal.SIGKILL)
     assert not list(out.glob("engine_*"))
+
+
+def test_a_log_is_quoted_with_its_cause_far_above_its_end():
+    cause = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    dead = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    prefix = "(EngineCore pid=16843) ERROR 11-28 01:28:12 [core.py:1512] "
+    limits = "This can cause errors like `OSError: [Errno 24] Too many open files`."
+    trace = [limits, "Traceback (most recent call last):", cause, dead, cause, dead]
+    ends = [f"leak {number}" for number in range(12)]
+    wanted = [*ends, "errors before these lines:", cause, dead]
+    assert quoted_log("\n".join([prefix + line for line in trace] + ends)).split("\n") == wanted
+    assert quoted_log("\n".join(["it starts", *ends])).split("\n") == ends
 
 
 @needs_vllm
