@@ -284,7 +284,7 @@ def test_each_image_of_a_request_has_its_range_and_tensors(make_model):
     ids = frames[0] + [n for i, f in zip(images, frames[1:], strict=True)
                        for n in (*family.expand(i), *f)]  # fmt: skip
     made = image_features(images, ids, family, torch.float32)
-    ranges = [(place["offset"], place["length"]) for place in made["mm_placeholders"]["image"]]
+    ranges = [(span["offset"], span["length"]) for span in made["mm_placeholders"]["image"]]
     assert ranges == [(1, 4), (5, 4), (11, 6), (18, 4)]
     assert made["mm_hashes"]["image"] == [str(image.key) for image in images]
     for image, text in zip(images, made["kwargs_data"]["image"], strict=True):
