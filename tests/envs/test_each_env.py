@@ -20,7 +20,7 @@ TESTED = {
     "agentbench_shop",
     "envs/test_desk_and_drafts.py": "code_parallel customer_service",
     "envs/test_envs_code.py": "code code_contest",
-    "envs/test_envs_images.py": "count_shapes drawn_maze",
+    "envs/test_envs_images.py": "count_shapes drawn_maze picture_questions",
     "envs/test_envs_talk.py": "countdown debate jailbreak llm_judge math_answer parallel_thinking",
     "envs/test_envs_tools.py": "chess_game gym_text mcp_tools openenv_client search_qa tool_use",
     "envs/test_games.py": "collaborate referential_game tic_tac_toe",

@@ -1,4 +1,4 @@
-"""count_shapes and drawn_maze: solvers, learning steps, and rows of sets of pictures as published."""
+"""count_shapes, drawn_maze and picture_questions: solvers, learning steps, and rows of sets of pictures as published."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ SOLVED = {
     "count_shapes": (lambda row: [str(row["answer"])], "no"),
     "drawn_maze": (solved_maze, "x"),
 }
+QUESTIONS = {"picture_questions": (lambda row: [f"It is {row['answer']}."], "no")}
 
 
 def play(env, row, replies):
@@ -54,9 +55,9 @@ def conversation(env, row, replies):
     return with_images({"messages": play(env, row, replies).messages}, None)
 
 
-@pytest.mark.parametrize("name", SOLVED)
+@pytest.mark.parametrize("name", [*SOLVED, *QUESTIONS])
 def test_a_solver_earns_one_and_another_reply_nothing(name):
-    solve, wrong = SOLVED[name]
+    solve, wrong = (SOLVED | QUESTIONS)[name]
     env = load_env(str(ENVS / f"{name}.py"))
     for row in env.load_tasks("eval")[:20]:
         assert play(env, row, solve(row)).reward == 1.0

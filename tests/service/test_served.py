@@ -495,7 +495,9 @@ ALIKE = dict.fromkeys(
     ],
     "--num_tasks 3",
 )
-ALIKE |= dict.fromkeys(["harbor", "count_shapes", "drawn_maze"], "--num_tasks 2")
+ALIKE |= dict.fromkeys(
+    ["harbor", "count_shapes", "drawn_maze", "picture_questions"], "--num_tasks 2"
+)
 ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
 ALIKE |= dict.fromkeys(["code", "code_contest", "gym_text"], "--num_tasks 1")
 ALIKE |= {
