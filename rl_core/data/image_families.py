@@ -72,6 +72,26 @@ class ImageFamily:
         feature, and other tokens of the image's frame and rows."""
         return [-image.key] * self.num_tokens(image)
 
+    def check_tokens(self, ids: list[int], images: Sequence[InputImage]) -> None:
+        """Raises ValueError unless each image in `ids` has its tokens, in the order of expand().
+        `images`: of all keys in `ids`."""
+        by_key = {-image.key: image for image in images}
+        end = 0  # Of the last image.
+        for start, token_id in enumerate(ids):
+            if token_id >= 0 or start < end:
+                continue
+            image = by_key[token_id]
+            expanded = self.expand(image)
+            first = expanded.index(token_id)
+            last = len(expanded) - expanded[::-1].index(token_id)
+            end = start + last - first
+            if ids[start:end] != expanded[first:last]:
+                raise ValueError(
+                    f"an image of {image.width} x {image.height} pixels has other tokens in a turn "
+                    f"than those that the model reads, {self.num_tokens(image)}; take the turns "
+                    "that the actor returned"
+                )
+
     def framed(self, rendered: str) -> str:
         """The template's text with `around` at each placeholder. A tokenizer may join it with the
         text next to it."""

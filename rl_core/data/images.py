@@ -390,8 +390,8 @@ def set_images(trajectory: Trajectory) -> None:
         keys = dict.fromkeys(-number for number in turn.new_ids if number < 0)
         if missing := keys.keys() - known:
             raise ValueError(
-                f"a turn of {trajectory.group_id} has tokens of the image {min(missing):016x}, "
-                "which no message of its trajectory has"
+                f"a turn of {trajectory.group_id or trajectory.actor} has tokens of the image "
+                f"{min(missing):016x}, which no message of its trajectory has"
             )
         turn.images = tuple(known[key] for key in keys)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rl_core.config import Config, RolloutConfig
 from rl_core.data.episodes import succeeded
+from rl_core.data.images import set_images
 from rl_core.data.tasks import row_variables, shown_columns
 from rl_core.sampling.actor import DRAWING, EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
@@ -22,6 +23,7 @@ from rl_core.sampling.hooks import HookError, LoopClock, refuse_unscored, wait_f
 from rl_core.types import JSON, JSONObject, RunError, SamplingParams, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
+    from rl_core.data.chat import Chat
     from rl_core.distributed import Ranks
 
 POLL_S = 0.05  # Interval of polling other ranks.
@@ -165,6 +167,8 @@ class EpisodeRunner:
         try:
             playing = env.rollout(await drawn, players)
             trajectories = await asyncio.wait_for(playing, self.config.episode_timeout_s)
+            for t in trajectories:
+                check_images(env, t, players[t.actor].chat)
             if not env.group_rewards:
                 check_scored(env, trajectories)
         except Exception as error:
@@ -236,6 +240,24 @@ class EpisodeRunner:
 def truncation_note(env: Env) -> str:
     """Text appended to the reason of an episode that failed and was truncated."""
     return CUT_OFF + ("; interact() was not called after it" if "interact" in env.hooks else "")
+
+
+def check_images(env: Env, t: Trajectory, chat: Chat | None) -> None:
+    """Sets the images of turns from the messages, as a resumed run does. Raises ValueError unless
+    the messages have each image, and the turns have the tokens that the model reads for it."""
+    family = chat.vision if chat else "the actor's tokens are unknown"
+    try:
+        set_images(t)
+        for turn in t.turns:
+            if min(turn.completion.token_ids, default=0) < 0:
+                raise ValueError("a reply has tokens of an image; models write text alone")
+            if not turn.images:
+                continue
+            if isinstance(family, str):
+                raise ValueError(f"a turn has tokens of an image, and {family}")
+            family.check_tokens(turn.new_ids, turn.images)
+    except ValueError as error:
+        raise ValueError(f"{env.path}: a trajectory of {t.actor!r}: {error}") from None
 
 
 def check_scored(env: Env, trajectories: Iterable[Trajectory]) -> None:

@@ -151,6 +151,10 @@ def test_tokens_and_positions_are_those_of_transformers_processor(path):
         placeholder = chat.tokenizer.convert_ids_to_tokens(family.placeholder_id)
         ours = chat.expand(chat.encode(placeholder), [user(picture)])
         assert [family.token_id if n < 0 else n for n in ours] == ids
+        family.check_tokens([5, *ours, *ours, 7], [image])
+        if (num_tokens := family.num_tokens(image)) > 1:
+            with pytest.raises(ValueError, match=f"has other tokens .* {num_tokens};"):
+                family.check_tokens([*ours, -image.key], [image])
     images = [read_image(picture) for picture in pictures]
     for name, tensor in family.cache.joined(images).items():
         assert torch.equal(tensor, seen[name])

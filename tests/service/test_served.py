@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,13 @@ from rl_core.config import RolloutConfig
 from rl_core.data.images import read_image
 from rl_core.data.tasks import read_row
 from rl_core.data.tool_calls import ToolCalls
-from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.engines.scripted import PlainImages, ScriptedActor, plain_chat
 from rl_core.environments import env_file as environments
 from rl_core.environments.env_file import check_columns
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import HookError, read_answer
+from rl_core.sampling.resumable_rollouts import read_trajectories
 from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.service import client, connection
 from rl_core.service import environments_pb2 as pb
@@ -316,7 +318,19 @@ def interact(messages):
 def reward_fn(messages):
     return sum(map(ord, str(messages))) % 1000
 """
+SEEN = """
+import copy
+
+async def rollout(task, actors):
+    reply = await actors["policy"].respond(task.messages)
+    t = reply.trajectory(1)
+    t.turns = copy.deepcopy(t.turns) if task.row["is_copied"] else t.turns
+    ids, sampled = t.turns[0].new_ids, t.turns[0].completion.token_ids
+    exec(task.row["change"])
+    return [t]
+"""
 ENVS = {
+    "seen": SEEN,
     "sight": SIGHT,
     "scored": SCORED,
     "agent": AGENT,
@@ -627,6 +641,40 @@ def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
         read_trajectory(sent | {"turns": [first | {"images": [forged]}]})
 
 
+class FourTokens(PlainImages):
+    def num_tokens(self, image):
+        return 4
+
+
+OTHER_TOKENS = r"a trajectory of 'policy': .* 7 x 3 pixels has other tokens .* reads, 4"
+SEEN_CHANGES = {
+    "no change": ("pass", "^$"),
+    "a message less": ("del t.messages[0]", r"tokens of the image \w{16}, which no message of its"),
+    "a token less": ("ids.remove(min(ids))", OTHER_TOKENS),
+    "a token more": ("ids.insert(0, min(ids))", OTHER_TOKENS),
+    "text between": ("ids.insert(ids.index(min(ids)) + 2, 5)", OTHER_TOKENS),
+    "twice": ("ids += [min(ids)] * 4", "^$"),
+    "in the reply": ("sampled[0] = min(ids)", "a reply has tokens of an image; models write"),
+}
+
+
+@pytest.mark.parametrize("path", ["served", "local"])
+@pytest.mark.parametrize("change, error", SEEN_CHANGES.values(), ids=SEEN_CHANGES)
+def test_a_trajectory_with_other_tokens_of_images_fails(change, error, path, service, files):
+    picture = read_image(np.full((3, 7, 3), 9, np.uint8))
+    prompt = [{"type": "image", "image": picture.url}, {"type": "text", "text": "a"}]
+    chat = plain_chat()
+    chat.vision = FourTokens(chat.vision.token_id)
+    actors = {"policy": ScriptedActor(name="policy", chat=chat, replies=["hi"])}
+    env = load_env(service.url("seen") if path == "served" else str(files / "seen.py"))
+    row = {"is_copied": change.startswith(("ids", "sampled")), "change": change}
+    [t] = play(env, [], actors=actors, content=prompt, **row)
+    assert re.search(error, t.error), t.error
+    assert t.status == ("failed" if t.error else "ok")
+    [saved] = read_trajectories([asdict(t)])
+    assert saved.turns[0].images == t.turns[0].images == (picture,)
+
+
 def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(service):
     with pytest.raises(
         ValueError, match=r"grpc://.*reward_fn\(\) names 'answer', which is neither"
@@ -639,7 +687,7 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
     [
         (
             "grpc://{0}/nobody",
-            "unknown environment 'nobody'; known: agent, asking, count, hinted, scored, sight, "
+            "unknown environment 'nobody'; known: agent, asking, count, hinted, scored, seen, sight, "
             "stateful, talk",
         ),
         (
