@@ -46,7 +46,7 @@ def check_lora(lora: LoraConfig, model_config: PretrainedConfig, parts: Parts = 
             "(torch.nn.Linear) for adapters"
         )
     known.add("all-linear")
-    if experts_of(model):
+    if experts_of(model, parts):
         known.add(EXPERTS)
     for name in split(lora.targets):
         if name not in known:
@@ -60,9 +60,11 @@ def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def experts_of(model: PreTrainedModel) -> list[str]:
-    """Names of the expert weights in a layer."""
+def experts_of(model: PreTrainedModel, parts: Parts = LANGUAGE) -> list[str]:
+    """Names of the expert weights in a layer. Only the language model has experts."""
     names = set()
+    if "language" not in parts:
+        return []
     for name, weight in backbone(model).named_parameters():
         if EXPERTS in name and weight.ndim == 3:
             names.add(".".join(plain(name).split(".")[-2:]))
@@ -240,7 +242,7 @@ def peft_config(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # peft takes floats.
         target_modules=names or None,
-        target_parameters=experts_of(model) if has_experts(lora) else None,
+        target_parameters=experts_of(model, parts) if has_experts(lora) else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )

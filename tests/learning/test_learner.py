@@ -181,6 +181,12 @@ def test_fewer_samples_than_ranks_leave_bins_empty():
             "linear_fc1, linear_fc2, proj, qkv",
         ),
         (
+            "qwen3_vl_moe",
+            "vision --actors.policy.lora.rank 2 --actors.policy.lora.targets experts",
+            "'experts' is not a linear layer of a block of this model; take some of all-linear, "
+            "linear_fc1, linear_fc2, proj, qkv",
+        ),
+        (
             "qwen3_vl",
             "vision,language --actors.policy.lora.rank 2 --actors.other.lora_base policy "
             "--actors.other.lora.rank 2",
