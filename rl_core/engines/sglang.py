@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class SGLangEngine(ServedEngine):
         # True once the server is known to name just the ids that it draws from.
         self._names_sampled_ids = self.server.is_own and not is_older_than(NAMES_SAMPLED_IDS)
         self._keeps_top_p = self._has_min_p = False  # Of requests so far.
+        # Somebody may update a running server, which keeps features of images through updates.
+        self._label = "" if self.server.is_own else uuid.uuid4().hex
 
     async def allocate(self, tags: list[str]) -> None:
         await self._ask("resume_memory_occupation", {"tags": tags})
@@ -99,7 +102,9 @@ class SGLangEngine(ServedEngine):
         body["sampling_params"] = sampling_params(params, stops, max_tokens - len(done.token_ids))
         if images:
             assert self.spec.vision, self.spec.model
-            body["image_data"] = image_data(images, self.spec.vision, self.transfer.label)
+            body["image_data"] = image_data(
+                images, self.spec.vision, self.transfer.label or self._label
+            )
         body |= {"lora_path": slot.folder.name} if slot else {}
         body |= {"return_sampling_mask": True} if is_kept(params) else {}
         try:
