@@ -8,6 +8,7 @@ torchvision; a family reads the image processor alone, in its form for Pillow.
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -306,7 +307,7 @@ def check_masks(config: PretrainedConfig) -> None:
     were trained with."""
     from transformers import __version__
 
-    if tuple(map(int, __version__.split(".")[:2])) < MASKS_SINCE:
+    if tuple(map(int, re.findall(r"\d+", __version__)[:2])) < MASKS_SINCE:
         needed = ".".join(map(str, MASKS_SINCE))
         raise ValueError(
             f"images of {config.model_type} need transformers {needed}, which is {__version__} "

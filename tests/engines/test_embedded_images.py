@@ -189,16 +189,20 @@ def test_newlines_around_an_image_join_those_of_the_text(contents, make_model):
 
 @GEMMA_SEES
 @pytest.mark.parametrize(
-    "changes, most, reason",
+    "changes, most, version, reason",
     [
-        ({"do_pan_and_scan": True}, None, "has do_pan_and_scan"),
-        ({}, 255, "--data.max_image_pixels=255: gemma3"),
-        ({"max_soft_tokens": 140}, 4479, "takes at least 4480"),
+        ({"do_pan_and_scan": True}, None, "5.24.0", "has do_pan_and_scan"),
+        ({}, 255, "5.24rc1", "--data.max_image_pixels=255: gemma3"),
+        ({"max_soft_tokens": 140}, 4479, "5.24.0", "takes at least 4480"),
         ({"max_soft_tokens": 560}, 280 * 64, "at most 280 tokens"),
         ({"max_soft_tokens": 140}, 280 * 64, "at most 140 tokens"),
+        ({}, None, "5.18rc1", "need transformers 5.19, which is 5.18rc1 here"),
     ],
 )
-def test_settings_of_gemma_are_read_or_refused(changes, most, reason, make_model, tmp_path):
+def test_settings_of_gemma_are_read_or_refused(
+    changes, most, version, reason, make_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(transformers, "__version__", version)
     arch = "gemma4" if "max_soft_tokens" in changes else "gemma3"
     shutil.copytree(make_model(arch), tmp_path / "model")
     file = tmp_path / "model/preprocessor_config.json"
