@@ -194,8 +194,8 @@ def test_newlines_around_an_image_join_those_of_the_text(contents, make_model):
         ({"do_pan_and_scan": True}, None, "5.24.0", "has do_pan_and_scan"),
         ({}, 255, "5.24rc1", "--data.max_image_pixels=255: gemma3"),
         ({"max_soft_tokens": 140}, 4479, "5.24.0", "takes at least 4480"),
-        ({"max_soft_tokens": 560}, 280 * 64, "at most 280 tokens"),
-        ({"max_soft_tokens": 140}, 280 * 64, "at most 140 tokens"),
+        ({"max_soft_tokens": 560}, 280 * 64, "5.24.0", "at most 280 tokens"),
+        ({"max_soft_tokens": 140}, 280 * 64, "5.24.0", "at most 140 tokens"),
         ({}, None, "5.18rc1", "need transformers 5.19, which is 5.18rc1 here"),
     ],
 )
