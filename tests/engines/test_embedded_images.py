@@ -202,7 +202,7 @@ def test_newlines_around_an_image_join_those_of_the_text(contents, make_model):
 def test_settings_of_gemma_are_read_or_refused(
     changes, most, version, reason, make_model, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("transformers.__version__", version)
     arch = "gemma4" if "max_soft_tokens" in changes else "gemma3"
     shutil.copytree(make_model(arch), tmp_path / "model")
     file = tmp_path / "model/preprocessor_config.json"
