@@ -111,7 +111,7 @@ def save_as_published(model: PreTrainedModel) -> None:
         for operation in getattr(conversion, "operations", ()):
             if getattr(operation, "check_dims", False):
                 operation.check_dims = False
-                model._weight_conversions = conversions
+                model.__dict__["_weight_conversions"] = conversions
 
 
 def load_hf_model(
