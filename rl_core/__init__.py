@@ -3,6 +3,11 @@
 from rl_core import Config, reward, train
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"rl_core needs Python >= 3.11; this is {sys.version.split()[0]}")
+
 __version__ = "0.1.0"
 
 

@@ -48,6 +48,8 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         if print_help(argv):
             return 0
         config = parse_config(argv)
+        if sys.modules.get("torch") is None and os.environ.get("RANK", "0") == "0":
+            say_loading()
         # Off while modules and rows load, because collections would take a second.
         gc.disable()
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
@@ -87,6 +89,11 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
     except Exception as error:
         report_failure(error, ranks)
         return 1
+
+
+def say_loading() -> None:
+    """Prints a line on stderr before torch and transformers are imported, which takes seconds."""
+    print("loading torch, the models and the rows ...", file=sys.stderr, flush=True)
 
 
 def end_on_writer(trainer: Trainer) -> None:

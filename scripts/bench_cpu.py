@@ -5,7 +5,7 @@ one torch thread each.
     python scripts/bench_cpu.py --only grpo_ragged      one task; --quick for a smoke run
     python scripts/bench_cpu.py --compare result.json   fails if a ratio is 10 % below that file's
 
-Requires TRL: pip install '.[test]' in a clone. Without TRL: --sides rl_core.
+Requires TRL: pip install -e '.[test]' in a clone. Without TRL: --sides rl_core.
 
 The sides run one after the other, each in a separate process. The measure is the CPU time of that
 process (all threads, user and system), because wall time depends on other load. Lengths are forced:
@@ -157,7 +157,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if "trl" in args.sides and importlib.util.find_spec("trl") is None:
         parser.error(
-            "--sides trl needs TRL, which is not installed: pip install '.[test]', or give "
+            "--sides trl needs TRL, which is not installed: pip install -e '.[test]', or give "
             "--sides rl_core"
         )
     if args.compare and not args.compare.is_file():

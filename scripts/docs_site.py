@@ -1,6 +1,6 @@
 """The pages as a site that needs no server: Sphinx with MyST and Furo, search included.
 
-    pip install '.[docs]'
+    pip install -e '.[docs]'
     python scripts/docs_site.py                 site/index.html
 
 README.md is the first page. Files in envs/ are pages that show them, and api.html has docstrings.

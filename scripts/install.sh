@@ -5,13 +5,12 @@ venv="${VIRTUAL_ENV:-$PWD/.venv}"
 python="$venv/bin/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rl_core needs Python >= 3.11" >&2; exit 1; }
 
-# pip, or uv for a virtual environment that uv made without pip. Both show what they download, how large it is and how far
-# they are.
+# pip, or uv for a virtual environment that uv made without pip. Both print warnings and errors alone.
 install() {
     if ! "$python" -m pip --version > /dev/null 2>&1 && command -v uv > /dev/null; then
-        uv pip install --python "$python" "$@"
+        uv pip install --quiet --python "$python" "$@"
     else
-        "$python" -m pip install "$@"
+        "$python" -m pip install --quiet "$@"
     fi
 }
 
@@ -25,8 +24,9 @@ install_torch_for_cpu() {
     fi
     echo "no GPU: torch's build for CPUs, a download of about 0.2 GB, by uv (0.02 GB)"
     "$python" -m uv --version > /dev/null 2>&1 || install uv
-    # pip alone would try an index that does not answer for minutes.
-    if ! UV_HTTP_TIMEOUT=10 "$python" -m uv pip install --python "$python" --torch-backend cpu "torch==2.13.0"; then
+    # pip alone would try an index that does not answer for minutes. What uv says of one is not shown, since pip is next.
+    if ! UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=1 "$python" -m uv pip install --quiet --python "$python" --torch-backend cpu \
+        "torch==2.13.0" 2> /dev/null; then
         echo "builds for CPUs are not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB"
         install "torch==2.13.0"
     fi
@@ -36,7 +36,7 @@ install_torch_for_cpu() {
 stamp="$venv/.rl_core${extra:+_$extra}"
 wanted="$PWD $(cksum < setup.py)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-    echo "installing rl_core${extra:+[$extra]} into $venv"
+    echo "installing rl_core${extra:+[$extra]} into $venv: a minute, or more with a slow network"
     if ! "$python" -c 'import torch' 2> /dev/null; then
         if command -v nvidia-smi > /dev/null; then
             echo "a GPU: torch for CUDA, a download of 2 to 5 GB"
@@ -45,6 +45,8 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         fi
     fi
     install -e ".${extra:+[$extra]}"
+    "$python" -c 'from importlib.metadata import version
+print("installed", ", ".join(f"{name} {version(name)}" for name in ("rl_core", "torch", "transformers")))'
     echo "$wanted" > "$stamp"
 fi
 

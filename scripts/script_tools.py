@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"rl_core needs Python >= 3.11; this is {sys.version.split()[0]}")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -16,12 +16,13 @@ import re
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Coroutine
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rl_core.config import RolloutConfig
 from rl_core.config.flag_parsing import typed
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
     from rl_core.sampling.hooks import Hook
     from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
+T = TypeVar("T")
+
 # Columns that may hold a correct reply.
 ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
 PLAIN = "I do not know."
 NORMAL = ("right", "plain")  # Kinds of replies whose episodes must not fail.
 NUM_TASKS = 8  # Default of --num_tasks.
 MAX_LINES = 40  # Lines of an episode's text.
+TELL_S = 5.0  # Seconds between lines while episodes are played.
 UNLIMITED = 1 << 20  # Tokens of a turn that must not be cut off.
 
 
@@ -88,7 +92,8 @@ def check(path: str, options: argparse.Namespace) -> JSONObject:
     else:
         chat = plain_chat(ToolCalls)
     playing = play_all(env, chat, tasks, names, options.reply)
-    played = run_hooks(playing, options.hook_timeout_s)
+    limit = f"a call of a hook may last {options.hook_timeout_s:g} s (--hook_timeout_s)"
+    played = run_hooks(with_time(playing, limit), options.hook_timeout_s)
     shown = next(iter(played.values()))
     tokens = describe_tokens(
         chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]
@@ -296,6 +301,15 @@ async def play_all(
     for (kind, *_), trajectories in zip(plays, played, strict=True):
         by_kind.setdefault(kind, []).extend(trajectories)
     return by_kind
+
+
+async def with_time(playing: Coroutine[object, object, T], limit: str) -> T:
+    """The result of `playing`. Prints a line each TELL_S seconds until then."""
+    task, begun = asyncio.create_task(playing), time.monotonic()
+    while not (await asyncio.wait({task}, timeout=TELL_S))[0]:
+        waited = f"episodes have been played for {time.monotonic() - begun:.0f} s"
+        print(f"{waited}; {limit} ...", file=sys.stderr, flush=True)
+    return task.result()
 
 
 def rendered(templates: list[str], task: Task) -> list[str]:

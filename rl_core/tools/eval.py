@@ -131,6 +131,8 @@ async def evaluate(
             tasks = list(islice(source, config.eval.num_tasks or None))
             cell = folder.cell(model, env) if folder else None
             drawn = {"temperature": 0.0}
+            played = f"{len(tasks)} tasks, 1 greedy and {n} sampled episodes of each"
+            print(f"{model} in {env}: {played} ...", file=sys.stderr, flush=True)
             sampled = []
             try:
                 greedy = await playing.play(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.config.actors import URL
 from rl_core.plan.model_paths import check_plays
+from rl_core.train import say_loading
 
 if TYPE_CHECKING:
     from rl_core.data.tasks import TaskSource
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 FLAGS = """All other flags are those of a run (rl-core train --help), such as --env_path, --data.eval, --data.train,
 --max_tokens, --eval.samples, --eval.num_tasks. A model in a run's folder takes the run's config.yaml for them."""
+NO_ENV = (
+    "episodes need an environment{}; name its file by --env_path, such as --env_path math_answer"
+)
 # One process samples, whatever the run did that made the model.
 ALONE = {
     "resume": "false",
@@ -61,6 +65,9 @@ def read_flags(
     options, flags = parser.parse_known_args(argv)
     if len(options.models) == 1:  # Of several, one that fails leaves the others their scores.
         check_plays(options.models[0])
+    if not names_env(flags) and not any(config_files(model) for model in options.models):
+        raise ValueError(NO_ENV.format(""))
+    say_loading()
     before = next(filter(None, map(flags_of_run, options.models)), None)
     if before is None:
         check_env_is_named(options.models[0], flags)
@@ -82,19 +89,25 @@ def read_flags(
     return options, config
 
 
+def names_env(flags: list[str]) -> bool:
+    return any(re.match(r"--(env_path|config)\b", flag) for flag in flags)
+
+
+def config_files(model: str) -> list[Path]:
+    """config.yaml of the run that a model is, or that made it."""
+    files = [folder / "config.yaml" for folder in (Path(model), Path(model).parent.parent)]
+    return [file for file in files if file.is_file()]
+
+
 def check_env_is_named(model: str, flags: list[str]) -> None:
     """Raises ValueError if no flag names the environment, which a run of RL has in its config."""
     from rl_core.run.saving.run_files import read_config
 
-    if any(re.match(r"--(env_path|config)\b", flag) for flag in flags):
+    if names_env(flags):
         return
-    files = [folder / "config.yaml" for folder in (Path(model), Path(model).parent.parent)]
-    of_run = [read_config(file).get("algorithm") for file in files if file.is_file()]
+    of_run = [read_config(file).get("algorithm") for file in config_files(model)]
     has_none = f": {model} is of a run of --algorithm {of_run[0]}, without one" if of_run else ""
-    raise ValueError(
-        f"episodes need an environment{has_none}; name its file by --env_path, such as --env_path "
-        "math_answer"
-    )
+    raise ValueError(NO_ENV.format(has_none))
 
 
 def without_learning(item: tuple[str, ActorConfig]) -> tuple[str, ActorConfig]:
@@ -109,9 +122,8 @@ def flags_of_run(model: str) -> list[str] | None:
     """--config of the reinforcement learning that made a model; None if there is none."""
     from rl_core.run.saving.run_files import read_config
 
-    for folder in (Path(model), Path(model).parent.parent):
-        path = folder / "config.yaml"
-        if path.is_file() and (folder / "hf").is_dir():
+    for path in config_files(model):
+        if (path.parent / "hf").is_dir():
             return ["--config", str(path)] if read_config(path).get("algorithm") in RL else None
     return None
 

@@ -34,18 +34,21 @@ def main(argv: list[str]) -> int:
 
 def start(flags: list[str], num_ranks: int | None) -> int:
     """The exit status of a run on `num_ranks` ranks; None: one for each GPU."""
+    from rl_core.train import main as train_here
+    from rl_core.train import say_loading
+
     if num_ranks is None:
+        say_loading()
         import torch
 
         num_ranks = max(1, torch.cuda.device_count())
     if num_ranks < 1:
         raise ValueError(f"--nproc_per_node={num_ranks} must be at least 1")
     if num_ranks > 1:
+        print(f"starting {num_ranks} ranks ...", file=sys.stderr, flush=True)
         args = ["--standalone", f"--nproc_per_node={num_ranks}"]
         return launch([*args, "-m", "rl_core.train", *flags])
     sys.path.insert(0, os.getcwd())  # As `python -m` does, for --trackers my_module:MyTracker.
-    from rl_core.train import main as train_here
-
     return train_here(flags)
 
 

@@ -32,7 +32,7 @@ def test_without_trl_nothing_runs_and_what_to_do_is_said(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_cpu.py", "--quick"])
     with pytest.raises(SystemExit):
         parse_arguments()
-    output = "--sides trl needs TRL, which is not installed: pip install '.[test]', or give"
+    output = "--sides trl needs TRL, which is not installed: pip install -e '.[test]', or give"
     assert output in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["bench_cpu.py", "--quick", "--sides", "rl_core"])
     assert parse_arguments().sides == ["rl_core"]

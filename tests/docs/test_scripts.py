@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -363,7 +364,7 @@ PYTHON = """#!/bin/sh
 case "$*" in
     "-m pip --version") exit 0 ;;
     "-m uv --version") exit 1 ;;
-    "-m uv "*) echo "$*" >> "{log}"; exit {uv} ;;
+    "-m uv "*) echo "$*" >> "{log}"; [ {uv} = 0 ] || echo "uv failed" >&2; exit {uv} ;;
     "-m pip "*) echo "$*" >> "{log}" ;;
     "-c import torch") exit 1 ;;
     *) exec "{python}" "$@" ;;
@@ -392,14 +393,20 @@ def install(tmp_path):
         script = "set -euo pipefail; extra=api; . scripts/install.sh"
         bash = [shutil.which("bash"), "-c", script]
         done = subprocess.run(bash, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.search(
+            "^installed rl_core [0-9.]+, torch 2.+, transformers 5.+$", done.stdout, re.M
+        )
         return done.stdout, log.read_text().replace(f"{venv}/bin/", "").splitlines()
 
     return run
 
 
-OURS = "-m pip install -e .[api]"
-BY_UV = ["-m pip install uv", "-m uv pip install --python python --torch-backend cpu torch==2.13.0"]
+OURS = "-m pip install --quiet -e .[api]"
+BY_UV = [
+    "-m pip install --quiet uv",
+    "-m uv pip install --quiet --python python --torch-backend cpu torch==2.13.0",
+]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has builds for CUDA")
 
 
@@ -413,7 +420,7 @@ def test_without_a_gpu_torch_is_the_build_for_cpus_and_its_size_is_told(install)
 @on_linux
 def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install):
     output, asked = install(reaches_cpu_builds=False)
-    assert asked == [*BY_UV, "-m pip install torch==2.13.0", OURS]
+    assert asked == [*BY_UV, "-m pip install --quiet torch==2.13.0", OURS]
     assert (
         "not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB"
         in output
@@ -423,3 +430,13 @@ def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install)
 def test_with_a_gpu_torch_is_that_of_the_requirements(install):
     output, asked = install(has_gpu=True)
     assert asked == [OURS] and "torch for CUDA, a download of 2 to 5 GB" in output
+
+
+@pytest.mark.parametrize("module", ["rl_core", "script_tools"])
+def test_an_older_python_is_answered_in_one_line(module):
+    code = f"import sys; sys.version_info = (3, 10, 9); import {module}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "scripts", capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"rl_core needs Python >= 3\.11; this is [\d.]+\n", done.stderr)

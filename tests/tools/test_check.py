@@ -284,6 +284,21 @@ def test_several_environments_are_checked_with_their_hooks_side_by_side(check, t
     assert "or raise --hook_timeout_s" in outcomes(report)["plain", "policy"][3]
 
 
+def test_check_tells_while_it_waits_for_a_hook(check, monkeypatch):
+    monkeypatch.setattr("rl_core.tools.check.TELL_S", 0.01)
+    code = """
+        import asyncio
+        def load_tasks(split): return [{"prompt": "a"}]
+        async def reward_fn(completion):
+            await asyncio.sleep(0.1)
+            return 1.0
+        """
+    assert (
+        "s; a call of a hook may last 7 s (--hook_timeout_s)"
+        in check(code, "--hook_timeout_s", "7")[2]
+    )
+
+
 def test_check_ends_where_a_hook_holds_the_interpreter(tmp_path):
     (tmp_path / "held.py").write_text(
         "import re\n"

@@ -51,6 +51,31 @@ for command in {["", *COMMANDS]}:
         assert page.startswith(f"usage: rl-core {command} "), page
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "rl_core.train --model m --env_path math_answer --data.train r --out o",
+        "rl_core.tools.cli train --model m --env_path math_answer --data.train r --out o",
+        "rl_core.tools.cli eval m --env_path math_answer --data.train r",
+        "rl_core.tools.cli collect m --env_path math_answer --data.train r --out o",
+    ],
+)
+def test_a_line_is_printed_before_torch_is_imported(argv):
+    """In a process in which that import fails."""
+    code = f"""
+import runpy, sys
+sys.modules |= dict.fromkeys({HEAVY})
+sys.argv[1:] = {argv.split()[1:]}
+runpy.run_module({argv.split()[0]!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    first, *others = done.stderr.splitlines()
+    assert first == "loading torch, the models and the rows ..."
+    assert done.returncode and first not in others
+
+
 def test_a_reader_that_stops_early_is_no_error():
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env, "cwd": ROOT}
