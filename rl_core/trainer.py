@@ -71,9 +71,9 @@ class Trainer:
         state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = load_checkpoint(self.checkpoint, self.learners, True)
-        barrier(ranks)  # All folders exist now.
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
+        barrier(ranks)  # All folders exist, and files of lost steps are gone.
 
         self.step: int = state["step"]  # Number of completed steps.
         self.first_step = self.step  # Steps completed before this process started.

@@ -1,4 +1,4 @@
-"""A run's folder: its lock, metrics.jsonl and errors of full disks."""
+"""A run's folder: its lock, metrics.jsonl, files of lost steps and errors of full disks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ from pathlib import Path
 from rl_core.data.rows import write_whole
 from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
+
+SERVED_CODES = "served_env_code.jsonl"
+# Files that are named by their step: episodes, values of their tokens, traces.
+OF_STEP = re.compile(
+    r"\.?(step|eval)_(\d{6,})[._].*jsonl\.zst(?:\.tmp)?|trace_(step)_(\d{6,})_rank_\d+\.json"
+)
 
 
 def make_folder(out: Path) -> None:
@@ -74,9 +81,9 @@ class RunLog:
 
     def __init__(self, out: Path, ranks: Ranks, resume_step: int, is_evaluated_again: bool = False):
         self.ranks, self.path = ranks, out / "metrics.jsonl"
-        if ranks.is_writer and self.path.exists():
+        if ranks.is_writer:
             # Without a checkpoint the run starts again.
-            keep_lines_until(self.path, resume_step or -1, is_evaluated_again)
+            drop_lost_steps(out, resume_step or -1, is_evaluated_again)
 
     def write(self, step: int, metrics: dict[str, Metric]) -> dict[str, float]:
         values = reduce_metrics(metrics, self.ranks)
@@ -92,6 +99,21 @@ class RunLog:
     def say(self, text: str) -> None:
         if self.ranks.is_writer:
             print(text, flush=True)
+
+
+def drop_lost_steps(out: Path, step: int, is_evaluated_again: bool) -> None:
+    """Drops what steps after the checkpoint wrote from which a run resumes, and the evaluation of
+    the checkpoint's step if it is repeated: readers would count such steps twice, and other ranks
+    or settings may not write each file again."""
+    for name, is_again in (("metrics.jsonl", is_evaluated_again), (SERVED_CODES, False)):
+        if (out / name).exists():
+            keep_lines_until(out / name, step, is_again)
+    for file in (*out.glob("*"), *out.glob("rollouts/*"), *out.glob("tokens/*")):
+        if match := OF_STEP.fullmatch(file.name):
+            kind, number = filter(None, match.groups())
+            is_again = is_evaluated_again and kind == "eval"
+            if int(number) > step or (int(number) == step and is_again):
+                file.unlink()
 
 
 def keep_lines_until(path: Path, step: int, is_evaluated_again: bool) -> None:

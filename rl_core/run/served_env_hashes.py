@@ -9,10 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rl_core.plugin import Plugin, RunState
-from rl_core.run.run_folder import naming
+from rl_core.run.run_folder import SERVED_CODES, naming
 from rl_core.types import JSONObject, Trajectory
-
-FILE = "served_env_code.jsonl"
 
 
 class ServedCodes(Plugin):
@@ -25,7 +23,7 @@ class ServedCodes(Plugin):
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
         envs = self.trainer.plan.envs
         served = [t for t in trajectories if "://" in envs[t.env].path]
-        file = self.trainer.out / FILE
+        file = self.trainer.out / SERVED_CODES
         for line in new_codes(self.known, step, served):
             with naming(file), file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(line) + "\n")
@@ -46,7 +44,7 @@ def new_codes(
 
 def described(run: Path) -> list[str]:
     """Lines for a run's folder: each environment's hashes, with the first step on any rank."""
-    file = run / FILE
+    file = run / SERVED_CODES
     if not file.is_file():
         return []
     steps: dict[tuple[str, str], list[int]] = defaultdict(list)

@@ -132,6 +132,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not
     for out in (parts, full):
         run(out, flags, "--num_steps 2 --save_every 1")
     flip_a_bit(shard_of(parts / "checkpoints/step_000002"))
+    for name in ("step_000001", "step_000002", "eval_000002_greedy"):  # As of a run of two ranks.
+        (parts / f"rollouts/{name}.rank_00001.jsonl.zst").touch()
     capsys.readouterr()
     for out in (parts, full):
         run(out, flags, "--num_steps 3 --resume")
@@ -142,6 +144,8 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not
     )
     assert lasting(metrics(parts)) == lasting(metrics(full))
     assert_same_weights(parts, full)
+    of_two_ranks = set(names_in(parts / "rollouts")) - set(names_in(full / "rollouts"))
+    assert of_two_ranks == {"step_000001.rank_00001.jsonl.zst"}
 
 
 def test_checkpoints_without_checksums_are_loaded(flags, tmp_path):
@@ -472,6 +476,45 @@ def test_lines_of_metrics_that_are_none_are_dropped(saved, tmp_path):
     file.write_text("\n".join([*kept, *dropped]))
     RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=False)
     assert file.read_text().splitlines() == [*kept, dropped[0]]
+
+
+def test_files_of_steps_after_the_checkpoint_are_dropped(saved, tmp_path):
+    kept = [
+        "rollouts/step_000002.jsonl.zst",
+        "rollouts/step_000002.rank_00001.jsonl.zst",
+        "rollouts/eval_000001_greedy.jsonl.zst",
+        "rollouts/step_000003.jsonl.zst.bak",
+        "rollouts/tokenizers.json",
+        "tokens/step_000002.jsonl.zst",
+        "trace_step_000002_rank_0.json",
+        "checkpoints/step_000003",
+    ]
+    evaluated = "rollouts/eval_000002_sampled_aime.jsonl.zst"
+    dropped = [
+        "rollouts/step_000003.jsonl.zst",
+        "rollouts/step_1000000.rank_00001.jsonl.zst",
+        "rollouts/.step_000003.jsonl.zst.tmp",
+        "rollouts/eval_000004_greedy.rank_00001.jsonl.zst",
+        "tokens/step_000003.jsonl.zst",
+        "trace_step_000003_rank_1.json",
+    ]
+    for name in (*kept, evaluated, *dropped):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    served = '{"step": 2, "env": "e", "env_code": "a"}\n'
+    (tmp_path / "served_env_code.jsonl").write_text(served + served.replace("2", "3"))
+
+    def left() -> set[str]:
+        return {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} | {
+            file.name for file in tmp_path.glob("trace*")
+        }
+
+    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=False)
+    assert left() == {*kept, evaluated}
+    assert (tmp_path / "served_env_code.jsonl").read_text() == served
+    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=True)
+    assert left() == {*kept}
+    assert (tmp_path / "served_env_code.jsonl").read_text() == served
 
 
 if __name__ == "__main__":
