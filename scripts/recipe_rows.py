@@ -56,7 +56,7 @@ def pair_rows(source: str) -> Iterator[Row]:
     for number in range(len(rows)):
         row = rows[number]
         try:
-            _, chosen, rejected = pair_messages(row)
+            (_, chosen), (_, rejected) = pair_messages(row)
         except ValueError as error:
             refused.append(f"row {number + 1}: {error}")
             continue

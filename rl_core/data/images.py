@@ -39,9 +39,12 @@ MAX_NAME = 64  # Characters of a text that begins as base64 does and may name a 
 KEY_BITS = 62
 IMAGE_PARTS = ("image", "image_url", "input_image")
 IMAGE_COLUMNS = ("image", "images")
+SIDE_IMAGES = ("chosen_images", "rejected_images")  # Of one reply of a pair, as in ms-swift.
+NUMBERED = re.compile(r"image_(\d+)")  # The columns of MMMU.
 # Keys of an image in a part, and of an object in their place.
 IMAGE_KEYS = ("image", "image_url", "url", "source", "path", "base64", "bytes", "data")
 MARK = "<image>"
+NUMBERED_MARK = re.compile(r"<image (\d+)>")  # The place of an image by its number, from 1.
 BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG, WebP without a prefix (VLMEvalKit).
 FIX = "give a PNG, JPEG or WebP file, or remove it"
 
@@ -307,7 +310,7 @@ def with_images(row: Row, folder: Path | None) -> Row:
     changed: Row = {}
     for column, value in row.items():
         try:
-            if column in IMAGE_COLUMNS:
+            if column in (*IMAGE_COLUMNS, *SIDE_IMAGES) or NUMBERED.fullmatch(column):
                 loaded = loaded_column(value, folder)
             else:
                 loaded = loaded_messages(value, folder)
@@ -340,14 +343,16 @@ def is_named(text: str) -> bool:
 
 
 def holds_image(value: object) -> bool:
-    """True if a column of any name has pixels: an image of PIL, or datasets.Image's bytes."""
+    """True if a column of any name has images: pixels, or paths of files."""
     values = value if isinstance(value, (list, tuple)) else [value]
-    return any(
-        isinstance(each["bytes"], bytes)
-        if isinstance(each, dict) and "bytes" in each
-        else is_picture(each) or is_image_url(each)
-        for each in values
-    )
+    return any(map(is_picture_or_name, values))
+
+
+def is_picture_or_name(value: object) -> bool:
+    if isinstance(value, dict):  # datasets.Image has both bytes and a name.
+        return any(is_picture_or_name(value.get(key)) for key in ("bytes", "path"))
+    is_name = isinstance(value, str) and is_named(value) and not re.search(r"\s", value)
+    return is_name or is_picture(value)
 
 
 def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
@@ -396,14 +401,37 @@ def set_images(trajectory: Trajectory) -> None:
         turn.images = tuple(known[key] for key in keys)
 
 
+def row_images(row: Row) -> list[str]:
+    """The URLs of a row of with_images(): of one of IMAGE_COLUMNS, else of the numbered ones."""
+    numbered = [column for column in row if NUMBERED.fullmatch(column)]
+    numbered.sort(key=lambda column: int(column.rpartition("_")[2]))
+    for columns in (*[[column] for column in IMAGE_COLUMNS], numbered):
+        # A column without images is not read in the sense of ReadRow.
+        filled = [column for column in columns if is_image_list(dict.get(row, column))]
+        if filled:
+            return [url for column in filled for url in row[column]]
+    return []
+
+
+def is_image_list(value: JSON) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_image_url, value))
+
+
 def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:
-    """The messages with the images of a row's column: in the parts of type image that have none,
-    else in place of the marks <image> in texts (verl, LLaVA), else before the first text of a user
-    (TRL). Raises ValueError for another number of parts or marks than of images."""
+    """The messages with the images of a row's columns: in the parts of type image that have none,
+    else in place of the marks <image> (verl, LLaVA) or <image 1> (MMMU) in texts, else before the
+    first text of a user (TRL). Images whose number has no mark are behind the last text with marks.
+    Raises ValueError for another number of parts or marks than of images."""
     parts = [list_of_parts(message) for message in messages]
     empty = sum(item == {"type": "image"} for message in parts for item in message)
     if any("image" in item for message in parts for item in message) and not empty:
         return messages  # The messages hold the images themselves.
+    marked = [i for i, message in enumerate(messages) if has_numbered_mark(message)]
+    if marked and not empty:
+        left = dict(enumerate(urls, 1))
+        filled = {i: numbered_parts(parts[i], left, len(urls)) for i in marked}
+        filled[marked[-1]] += [{"type": "image", "image": url} for url in left.values()]
+        return [m | {"content": filled[i]} if i in filled else m for i, m in enumerate(messages)]
     if not empty:
         parts = [split_marks(message) for message in parts]
     places = sum(item == {"type": "image"} for message in parts for item in message)
@@ -432,6 +460,33 @@ def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:
 def list_of_parts(message: Message) -> list[JSONObject]:
     content = message.get("content") or []
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def has_numbered_mark(message: Message) -> bool:
+    texts = (item.get("text", "") for item in list_of_parts(message))
+    return message["role"] != "assistant" and any(map(NUMBERED_MARK.search, texts))
+
+
+def numbered_parts(
+    parts: list[JSONObject], left: dict[int, str], num_images: int
+) -> list[JSONObject]:
+    """The parts with the image of each NUMBERED_MARK. Images of `left`, by number, are taken out; a
+    later mark of the same number stays text."""
+    split: list[JSONObject] = []
+    for item in parts:
+        text, end = item.get("text", ""), 0
+        for mark in NUMBERED_MARK.finditer(text):
+            if not 0 < int(mark[1]) <= num_images:
+                raise ValueError(f"a text has the mark {mark[0]}, and the row {num_images} images")
+            if (url := left.pop(int(mark[1]), None)) is None:
+                continue
+            if before := text[end : mark.start()]:
+                split.append({"type": "text", "text": before})
+            split.append({"type": "image", "image": url})
+            end = mark.end()
+        if rest := text[end:]:
+            split.append({"type": "text", "text": rest} if end else item)
+    return split
 
 
 def split_marks(parts: list[JSONObject]) -> list[JSONObject]:

@@ -14,6 +14,7 @@ images.py; None next to calls) and may have
 
 from __future__ import annotations
 
+import ast
 import json
 from contextlib import suppress
 
@@ -45,8 +46,12 @@ THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "reasoning"}
 ARGUMENT_KEYS = ("args", "parameters", "input")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
-# Keys with which formats exclude a message from the loss.
-TRAIN_KEYS = ("train", "weight", "loss", "loss_mask", "trainable")
+# Keys with which formats exclude a message from the loss if they are false, and if they are true.
+TRAIN_KEYS = (
+    *("train", "training", "trainable", "train_on_turn", "weight", "weights"),
+    *("loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"),
+)
+MASKED_KEYS = ("masked",)
 NOT_READ = (
     "is not supported: models are trained on text and images, not on video, audio or files; "
     "give its content as text, or remove it"
@@ -112,15 +117,28 @@ def known_role(role: str) -> str:
 
 
 def set_trained(message: Message, where: str, notes: list[str]) -> None:
-    """Replaces the keys TRAIN_KEYS with "train": False, or removes them if the message is trained.
-    Raises ValueError for a weight between 0 and 1."""
+    """Replaces TRAIN_KEYS and MASKED_KEYS with "train": False, or removes them if the message is
+    trained. Raises ValueError for a weight between 0 and 1, and for keys about a part of a message
+    or of two meanings."""
     is_trained = True
-    for key in TRAIN_KEYS:
-        if key in message and not read_flag(key, message.pop(key)):
+    for key in (*TRAIN_KEYS, *MASKED_KEYS):
+        if key in message and read_flag(key, message.pop(key)) == (key in MASKED_KEYS):
             is_trained = False
             notes.append(f"{where}: not trained ({key})")
     if not is_trained:
         message["train"] = False
+    if isinstance(message.get("mask"), (bool, int, float)):
+        raise ValueError(f"'mask' says in some formats that a message is trained; {GIVE_TRAIN}")
+    spans = message.pop("train_detail", None)  # Axolotl's name for parts of a text
+    for parts in (spans, message.get("content")):
+        for item in parts if isinstance(parts, (list, tuple)) else ():
+            flags = item if isinstance(item, dict) else {}
+            for key in TRAIN_KEYS:
+                if flags.get(key) is not None and not read_flag(key, flags[key]):
+                    raise ValueError(f"{key!r} of a part of a message is false; {GIVE_TRAIN}")
+
+
+GIVE_TRAIN = 'a message is trained as a whole or not: give it "train": true or false instead'
 
 
 def read_flag(key: str, value: JSON) -> bool:
@@ -206,6 +224,27 @@ def json_value(text: str) -> JSON:
     with suppress(ValueError, RecursionError):
         return json.loads(text)
     return text
+
+
+def messages_in_text(text: str) -> JSON:
+    """The messages in the JSON text, or Python literal, of a list of messages. Other text is
+    returned unchanged."""
+    if not text.lstrip().startswith("["):
+        return text
+    value = json_value(text)
+    if isinstance(value, str):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = ast.literal_eval(text.strip())
+    is_list = isinstance(value, list) and bool(value)
+    return value if is_list and all(map(is_message, value)) else text
+
+
+def is_message(value: JSON) -> bool:
+    if not isinstance(value, dict):
+        return False
+    role = value.get("role", value.get("from"))
+    is_role = isinstance(role, str) and known_role(role) in (*CANONICAL_ROLES, *CALL_ROLES)
+    return is_role and not value.keys().isdisjoint(("content", "value", "tool_calls"))
 
 
 def set_content(message: Message, where: str, notes: list[str]) -> None:

@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -12,6 +13,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from rl_core.data.chat import Chat
+from rl_core.data.images import SIDE_IMAGES
 from rl_core.data.messages import as_context, text_of
 from rl_core.data.sft_samples import row_chat, sft_samples, shared_length
 from rl_core.data.tasks import (
@@ -24,6 +26,12 @@ from rl_core.data.tasks import (
 from rl_core.types import Message, Row, TrainingSample
 
 PAIR = ("chosen", "rejected")
+# Columns that may say which of two replies is better.
+LABELS = re.compile(
+    "^(winner|labels?|choice|annotation|human_annotat|prefer|better|best|safer)|"
+    "_(preference|winner|choice|preferred)$",
+    re.I,
+)
 RATED = {"prompt", "response", "helpfulness"}
 
 
@@ -84,10 +92,11 @@ def pair_rows(
 def reply_pair(chat: Chat, row: Row) -> list[TrainingSample]:
     """[chosen, rejected] of a preference row: the same prompt and each reply. Assistants' tokens of
     the reply are trained."""
-    context, *replies = pair_messages(row)
-    context, samples, chat = as_context(context), [], row_chat(chat, row)
-    for side, reply in zip(PAIR, replies, strict=True):
-        sequences = sft_samples(chat, {"messages": context + reply, "tools": row_tools(row)})
+    pairs, samples = pair_messages(row), []
+    chat = row_chat(chat, row)
+    for side, (context, reply) in zip(PAIR, pairs, strict=True):
+        messages = as_context(context) + reply
+        sequences = sft_samples(chat, {"messages": messages, "tools": row_tools(row)})
         if len(sequences) != 1:
             raise ValueError(
                 f"the chat template rewrites earlier turns of column {side!r}, so that its tokens "
@@ -103,11 +112,9 @@ def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
     it, so that a sequence classifier reads the same tokens. A dummy last token stands for the
     score: the hidden state of the conversation's last token "predicts" it. Everything after the
     common beginning is trained."""
-    context, *replies = pair_messages(row)
+    sides = [context + reply for context, reply in pair_messages(row)]
     tools, pad, chat = row_tools(row), chat.tokenizer.pad_token_id, row_chat(chat, row)
-    ids = [
-        chat.prompt_ids(context + reply, tools, add_generation_prompt=False) for reply in replies
-    ]
+    ids = [chat.prompt_ids(side, tools, add_generation_prompt=False) for side in sides]
     if pad is not None and any(i[-1:] == [pad] for i in ids):
         raise ValueError(
             f"the conversation ends in the padding token {chat.tokenizer.pad_token!r}, so that a "
@@ -115,7 +122,7 @@ def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
             "would not see where it ends; give the tokenizer another pad_token"
         )
     shared, samples = shared_length(*ids), []
-    for reply, token_ids in zip(replies, ids, strict=True):
+    for side, token_ids in zip(sides, ids, strict=True):
         num = len(token_ids) + 1
         zeros = {
             "rollout_logprobs": np.zeros(num),
@@ -124,7 +131,7 @@ def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
         }
         padded = np.array([*token_ids, 0])
         mask = (np.arange(num) >= shared) & (padded >= 0)
-        images = tuple(dict.fromkeys(chat.images_of(context + reply)))
+        images = tuple(dict.fromkeys(chat.images_of(side)))
         samples.append(TrainingSample(token_ids=padded, loss_mask=mask, images=images, **zeros))
     return with_margin(samples, row)
 
@@ -147,26 +154,36 @@ def with_margin(samples: list[TrainingSample], row: Row) -> list[TrainingSample]
 
 def pair_messages(
     row: Row, notes: list[str] | None = None
-) -> tuple[list[Message], list[Message], list[Message]]:
-    """(context, chosen reply, rejected reply) of a row {"chosen", "rejected"}. Both are replies
-    (strings, or messages that an assistant begins) to the row's `messages` or `prompt`, or
-    conversations with a common beginning. `notes`: as of canonical_messages. Raises LeftOutError
-    for a tie or an empty reply, and ValueError for another row that is not a pair."""
+) -> list[tuple[list[Message], list[Message]]]:
+    """(context, chosen reply) and (context, rejected reply) of a row {"chosen", "rejected"}. Both
+    are replies (strings, or messages that an assistant begins) to the row's `messages` or `prompt`,
+    or conversations with a common beginning. The contexts differ in the images of SIDE_IMAGES
+    alone. `notes`: as of canonical_messages. Raises LeftOutError for a tie or an empty reply, and
+    ValueError for another row that is not a pair."""
     if row.get("tied"):
         raise LeftOutError("a tie")
     for column in PAIR:
         if column in row and row[column] in (None, "", []):
             raise LeftOutError(f"an empty {column!r}")
+    label = next(filter(LABELS.search, row), None)
+    if label is not None and row.keys().isdisjoint(PAIR):
+        raise ValueError(
+            f"it needs columns 'chosen' and 'rejected', and column {label!r} may say which reply "
+            "is better: write both by it (docs/runs.md has the labels that are read)"
+        )
     sides = [column_messages(row, column, "assistant", notes) for column in PAIR]
-    if all(side[0]["role"] == "assistant" for side in sides):
-        context = prompt_messages(row, notes)
-    else:
-        shared = shared_length(*sides)
-        context = with_opening(row, sides[0][:shared], notes)
-        sides = [side[shared:] for side in sides]
-    for column, side in zip(PAIR, sides, strict=True):
-        last = side[-1] if side else {}
-        if not context or not side or not side[0]["role"] == last["role"] == "assistant":
+    shared = (
+        None if all(side[0]["role"] == "assistant" for side in sides) else shared_length(*sides)
+    )
+    pairs = []
+    for column, images, side in zip(PAIR, SIDE_IMAGES, sides, strict=True):
+        seen = row | {"images": row[images], "image": None} if row.get(images) else row
+        if shared is None:
+            context, reply = prompt_messages(seen, notes), side
+        else:
+            context, reply = with_opening(seen, side[:shared], notes), side[shared:]
+        last = reply[-1] if reply else {}
+        if not context or not reply or not reply[0]["role"] == last["role"] == "assistant":
             raise ValueError(
                 f"column {column!r} must be a reply that begins and ends with an assistant's text, "
                 "or a conversation "
@@ -175,5 +192,5 @@ def pair_messages(
             )
         if not last.get("tool_calls") and not text_of(last).strip():
             raise LeftOutError(f"an empty {column!r}")
-    chosen, rejected = sides
-    return context, chosen, rejected
+        pairs.append((context, reply))
+    return pairs

@@ -168,7 +168,7 @@ def exchanges_row(row: Row) -> Row:
     for each in row["texts"]:
         if not isinstance(each, dict) or not {"user", "assistant"} <= each.keys():
             return {}
-        messages += [{"role": role, "content": each[role]} for role in ("user", "assistant")]
+        messages += exchange(each["user"], each["assistant"])
     return {"messages": canonical_messages(messages)}
 
 
@@ -187,24 +187,67 @@ def is_hh(text: object) -> bool:
     return is_text and text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
 
 
-def ranked_row(names: tuple[str, str], preference: str) -> Callable[[Row], Row]:
+def ranked_row(
+    names: tuple[str, str],
+    preference: str,
+    sides: dict[JSON, int] | None = None,
+    prompt: str | None = None,
+) -> Callable[[Row], Row]:
     """Reads a pair of replies by its preference: negative for the first one, positive for the
-    second one, 0 for a tie."""
+    second one, 0 for a tie. `sides`: the preferences of labels. `prompt`: column of its prompt, if
+    not one of PROMPT_COLUMNS."""
 
     def read(row: Row) -> Row:
-        value = row[preference]
+        value = label = row[preference]
         if row.get("chosen") is not None:
             return {}
+        if sides is not None:
+            label = label.strip().lower() if isinstance(label, str) else label
+            value = sides.get(label) if isinstance(label, (str, int, float)) else None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"{preference} must be a number, is {shorten(value)}")
-        first, second = (row[name] for name in names)
-        if value > 0:
-            first, second = second, first
-        made = {"chosen": first, "rejected": second}
-        made |= {"tied": True} if value == 0 else {}
-        return made | ({"messages": row["context"]} if "context" in row else {})
+            rule = f"one of {', '.join(map(str, sides))}" if sides else "a number"
+            raise ValueError(f"{preference} must be {rule}, is {shorten(label)}")
+        made = ranked(row[names[0]], row[names[1]], value)
+        return made | ({"prompt": row[prompt], "history": None} if prompt else {})
 
     return read
+
+
+def ranked(first: JSON, second: JSON, preference: float) -> Row:
+    chosen, rejected = (second, first) if preference > 0 else (first, second)
+    made = {"chosen": chosen, "rejected": rejected}
+    return made | ({"tied": True} if preference == 0 else {})
+
+
+def arena_row(row: Row) -> Row:
+    """The two conversations of arena-human-preference-55k, whose columns are JSON texts of a list
+    with each turn's text."""
+    turns = [json_value(row[name]) for name in ("prompt", "response_a", "response_b")]
+    if not all(isinstance(texts, list) and len(texts) == len(turns[0]) for texts in turns):
+        return {}
+    asked, *replies = turns
+    sides = []
+    for texts in replies:
+        turns = zip(asked, texts, strict=True)
+        sides.append([m for question, reply in turns for m in exchange(question, reply)])
+    made = ranked(*sides, bool(row["winner_model_b"]) - bool(row["winner_model_a"]))
+    return made | {"messages": [{"role": "user", "content": asked[0]}]}
+
+
+def exchange(question: JSON, reply: JSON) -> list[JSONObject]:
+    return [
+        {"role": "user", "content": question or ""},
+        {"role": "assistant", "content": reply or ""},
+    ]
+
+
+def scored_row(row: Row) -> Row:
+    """The question and the two answers of webgpt_comparisons by their scores."""
+    asked = row["question"]
+    if not isinstance(asked, dict) or "full_text" not in asked or row.get("chosen") is not None:
+        return {}
+    pair = ranked(row["answer_0"], row["answer_1"], row["score_1"] - row["score_0"])
+    return pair | {"prompt": asked["full_text"]}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -218,6 +261,9 @@ class Form:
 
 PREFERENCE_2, REPLIES_2 = "preference_strength", ("response_1", "response_2")
 PREFERENCE_3, REPLIES_3 = "overall_preference", ("response1", "response2")
+REPLIES_PKU, REPLIES_SHP = ("response_0", "response_1"), ("human_ref_A", "human_ref_B")
+ARENA = ("conversation_a", "conversation_b")
+WINNERS = {"model_a": -1, "model_b": 1, "tie": 0, "tie (bothbad)": 0, "both_bad": 0}
 FORMS = [
     Form(name="xlam-function-calling", columns={"query", "answers", "tools"}, read=xlam_row),
     Form(name="glaive-function-calling", columns={"system", "chat"}, read=glaive_row),
@@ -231,7 +277,32 @@ FORMS = [
     Form(
         name="HelpSteer 3",
         columns={"context", *REPLIES_3, PREFERENCE_3},
-        read=ranked_row(REPLIES_3, PREFERENCE_3),
+        read=ranked_row(REPLIES_3, PREFERENCE_3, prompt="context"),
+    ),
+    Form(
+        name="PKU-SafeRLHF",
+        columns={"prompt", *REPLIES_PKU, "better_response_id"},
+        read=ranked_row(REPLIES_PKU, "better_response_id", {0: -1, 1: 1}),
+    ),
+    Form(
+        name="SHP",
+        columns={"history", *REPLIES_SHP, "labels"},
+        read=ranked_row(REPLIES_SHP, "labels", {1: -1, 0: 1}, prompt="history"),
+    ),
+    Form(
+        name="Chatbot Arena",
+        columns={*ARENA, "winner"},
+        read=ranked_row(ARENA, "winner", WINNERS),
+    ),
+    Form(
+        name="arena-human-preference-55k",
+        columns={"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"},
+        read=arena_row,
+    ),
+    Form(
+        name="webgpt_comparisons",
+        columns={"question", "answer_0", "answer_1", "score_0", "score_1"},
+        read=scored_row,
     ),
     Form(name="FineVision", columns={"images", "texts"}, read=exchanges_row),
     Form(name="hh-rlhf", columns={"prompt"}, read=hh_row),

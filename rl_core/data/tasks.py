@@ -14,8 +14,8 @@ import numpy as np
 
 from rl_core.data.images import (
     IMAGE_COLUMNS,
-    is_image_url,
     place_images,
+    row_images,
     with_images,
     without_pixels,
 )
@@ -26,6 +26,7 @@ from rl_core.data.messages import (
     canonical_messages,
     canonical_tools,
     json_value,
+    messages_in_text,
     shorten,
     text_of,
 )
@@ -112,11 +113,8 @@ def with_opening(
 ) -> list[Message]:
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`, with
     the images of its columns. Raises ValueError for two system messages that differ."""
-    for column in IMAGE_COLUMNS:
-        urls = dict.get(row, column)  # No reading in the sense of ReadRow.
-        # with_images() has read the column, unless it holds no images.
-        if isinstance(urls, list) and urls and all(map(is_image_url, urls)):
-            messages = place_images(messages, row[column])
+    if urls := row_images(row):
+        messages = place_images(messages, urls)
     media = [column for column in MEDIA_KEYS if column in row and column not in IMAGE_COLUMNS]
     has_mark = bool(media) and any(MEDIA.search(text_of(message)) for message in messages)
     for column in media:
@@ -247,6 +245,8 @@ def column_messages(
             f"--data.columns {column}=NAME"
         )
     value = conversation_in(row[column], role)
+    if isinstance(value, str):
+        value = messages_in_text(value)
     if isinstance(value, str) and column in CONVERSATIONS:
         value = json_value(value)
     if value is not row[column] and notes is not None:

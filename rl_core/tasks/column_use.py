@@ -112,7 +112,7 @@ def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:
         return prompt_messages(row, notes)
     if config.algorithm == "sft":
         return sft_messages(row, notes)
-    context, chosen, rejected = pair_messages(row, notes)
+    (context, chosen), (_, rejected) = pair_messages(row, notes)
     return [*context, *chosen, *rejected]
 
 

@@ -88,9 +88,9 @@ def trained_messages_of(row: Row, algorithm: str) -> tuple[list[list[Message]], 
         messages = sft_messages(row)
         trained = trained_messages(messages)
         return [messages[: trained[-1] + 1]], [messages[i] for i in trained]
-    context, *sides = pair_messages(row)
-    replies = [message for side in sides for message in side]
-    return [context + side for side in sides], replies
+    sides = pair_messages(row)
+    replies = [message for _, reply in sides for message in reply]
+    return [context + reply for context, reply in sides], replies
 
 
 def spelled_token(chat: Chat, replies: list[Message]) -> str | None:

@@ -155,7 +155,7 @@ def image_tokens(plan: Plan) -> float:
             messages = task.messages
             if source.is_pairs:
                 with suppress(LeftOutError):
-                    context, chosen, _ = pair_messages(task.row)
+                    (context, chosen), _ = pair_messages(task.row)
                     messages = context + chosen
             most = max(most, sum(map(chat.vision.num_tokens, chat.images_of(messages))))
     return config.learner.microbatch_tokens * most / config.max_context_tokens

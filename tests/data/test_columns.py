@@ -11,7 +11,8 @@ from rl_core.algorithms import make_algorithm
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
-from rl_core.data.tasks import TaskSource, make_task
+from rl_core.data.preference_pairs import LeftOutError, pair_messages
+from rl_core.data.tasks import TaskSource, make_task, read_row
 from rl_core.engines.scripted import PLAIN_TEMPLATE, plain_chat
 from rl_core.environments.env_file import load_env
 from rl_core.tasks.column_use import column_use, read_messages
@@ -155,6 +156,64 @@ def test_images_that_no_prompt_has_are_remarked(columns, remark, env):
     rows = [{"prompt": "2+2?"} | columns] * 3
     [*remarks] = column_use(config, source_of(rows), env, plain_chat()).remarks
     assert [remark in line for line in remarks] == [True] * bool(remark), remarks
+
+
+FOUR, FIVE = TALK, PREFERRED["rejected"]
+REPLIES = {"response_0": "It is 4.", "response_1": "It is 5."}
+SHP = {"history": "2+2?", "human_ref_A": "It is 4.", "human_ref_B": "It is 5.", "score_A": 9}
+ARENA = {"model_a": "x", "model_b": "y", "conversation_a": FOUR, "conversation_b": FIVE}
+ARENA_55K = {"prompt": '["2+2?"]', "response_a": '["It is 4."]', "response_b": '["It is 5."]'}
+WEBGPT = {"question": {"full_text": "2+2?"}, "answer_0": "It is 4.", "answer_1": "It is 5."}
+# Pairs without `chosen`, and the sum that is preferred; "" for a tie.
+LABELLED = [
+    ({"prompt": "2+2?", "better_response_id": 0, "safer_response_id": 1} | REPLIES, "4"),
+    ({"prompt": "2+2?", "better_response_id": 1, "safer_response_id": 0} | REPLIES, "5"),
+    (SHP | {"labels": 1}, "4"),
+    (SHP | {"labels": 0}, "5"),
+    (ARENA | {"winner": "model_a"}, "4"),
+    (ARENA | {"winner": "model_b"}, "5"),
+    (ARENA | {"winner": "tie (bothbad)"}, ""),
+    (ARENA | {"winner": "both_bad"}, ""),
+    (ARENA_55K | {"winner_model_a": 1, "winner_model_b": 0, "winner_tie": 0}, "4"),
+    (ARENA_55K | {"winner_model_a": 0, "winner_model_b": 1, "winner_tie": 0}, "5"),
+    (ARENA_55K | {"winner_model_a": 0, "winner_model_b": 0, "winner_tie": 1}, ""),
+    (WEBGPT | {"score_0": 0.5, "score_1": -0.5}, "4"),
+    (WEBGPT | {"score_0": -1.0, "score_1": 1.0}, "5"),
+    (WEBGPT | {"score_0": 0.0, "score_1": 0.0}, ""),
+]
+
+
+@pytest.mark.parametrize("row, better", LABELLED)
+def test_a_pair_has_the_sides_that_its_label_says(row, better):
+    if not better:
+        with pytest.raises(LeftOutError, match="a tie"):
+            pair_messages(read_row(row))
+        return
+    asked = {"role": "user", "content": "2+2?"}
+    replies = [
+        {"role": "assistant", "content": f"It is {number}."}
+        for number in (better, {"4": "5", "5": "4"}[better])
+    ]
+    assert pair_messages(read_row(row)) == [([asked], [reply]) for reply in replies]
+
+
+@pytest.mark.parametrize(
+    "row, error",
+    [
+        (
+            ARENA | {"winner": "model_c"},
+            "winner must be one of model_a, model_b, tie, .* 'model_c'",
+        ),
+        (
+            {"prompt": "a", "a": "b", "c": "d", "preference": "a"},
+            "'preference' may say which reply",
+        ),
+        ({"info": {}, "summaries": [], "choice": 1}, "'choice' may say which reply is better"),
+    ],
+)
+def test_a_label_of_a_pair_that_is_not_read_is_refused(row, error):
+    with pytest.raises(ValueError, match=error):
+        pair_messages(read_row(row))
 
 
 @pytest.fixture

@@ -120,6 +120,12 @@ IMAGE_ROWS = {
     ),
     "FineVision": ({"images": ["b.jpg"], "texts": [{"user": "a", "assistant": "b"}]}, ["#a"]),
     "VLMEvalKit": ({"question": "a", "image": URL.partition(",")[2], "answer": "b"}, ["#a"]),
+    "MMMU": ({"question": "a <image 2> b <image 1>, <image 2>?", "image_2": "x/a.png",
+              "image_1": "b.jpg", "image_3": None}, ["a # b #, <image 2>?"]),
+    "MMMU, an image of an option": (
+        {"question": "a <image 1>?", "image_1": "b.jpg", "image_2": "b.jpg"}, ["a #?#"]),
+    "numbers of a list": ({"prompt": "<image 1>a", "images": ["b.jpg"]}, ["#a"]),
+    "BLINK": ({"prompt": "a", "image_1": "b.jpg", "image_2": "x/a.png"}, ["##a"]),
     "no image": ({"prompt": "<image> a"}, ["<image> a"]),
     "another column": ({"prompt": "a", "image": "python:3.12-slim"}, ["a"]),
     "empty": ({"prompt": "a", "images": [], "image": None}, ["a"]),
@@ -157,6 +163,14 @@ def test_rows_of_a_file_have_their_images_where_they_belong(row, texts, folder):
         assert shown(task.messages) == texts
 
 
+def test_a_mark_with_a_number_names_its_image(folder):
+    row = {"question": "a <image 2> <image 1>", "image_1": "b.jpg", "image_2": "x/a.png"}
+    urls = [
+        image.url for image in images_of(make_task(row, 0, "e", "train", folder=folder).messages)
+    ]
+    assert [url.partition(";")[0] for url in urls] == ["data:image/png", "data:image/jpeg"]
+
+
 def test_a_column_of_a_row_in_code_holds_an_array():
     assert loaded_column(RED, None) == loaded_column([Image.fromarray(RED)], None) != [None]
 
@@ -164,16 +178,16 @@ def test_a_column_of_a_row_in_code_holds_an_array():
 USER = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "a"}]}
 CAT = {"role": "assistant", "content": [{"type": "text", "text": "cat"}]}
 DOG = {"role": "assistant", "content": "dog"}
-# Rows of DPO, and of SFT -> texts of all messages.
+# Rows of DPO, and of SFT -> texts of the messages of each side.
 LEARNED_ROWS = {
-    "TRL": ({"images": ["b.jpg"], "prompt": [USER], "chosen": [CAT], "rejected": [DOG]}, "#a cat dog"),
+    "TRL": ({"images": ["b.jpg"], "prompt": [USER], "chosen": [CAT], "rejected": [DOG]}, "#a cat | #a dog"),
     "TRL, conversations": (
-        {"images": ["b.jpg"], "chosen": [USER, CAT], "rejected": [USER, DOG]}, "#a cat dog"),
-    "RLAIF-V": ({"image": "b.jpg", "question": "a", "chosen": "cat", "rejected": "dog"}, "#a cat dog"),
+        {"images": ["b.jpg"], "chosen": [USER, CAT], "rejected": [USER, DOG]}, "#a cat | #a dog"),
+    "RLAIF-V": ({"image": "b.jpg", "question": "a", "chosen": "cat", "rejected": "dog"}, "#a cat | #a dog"),
     "LLaMA-Factory, pairs": (
         {"conversations": [{"from": "human", "value": "a<image>"}], "images": ["b.jpg"],
          "chosen": {"from": "gpt", "value": "cat"}, "rejected": {"from": "gpt", "value": "dog"}},
-        "a# cat dog"),
+        "a# cat | a# dog"),
     "TRL, SFT": ({"messages": [USER, CAT], "images": ["b.jpg"]}, "#a cat"),
     "TRL, completion": ({"prompt": [USER], "completion": [CAT], "images": ["b.jpg"]}, "#a cat"),
     "LLaMA-Factory": (
@@ -185,10 +199,25 @@ LEARNED_ROWS = {
 @pytest.mark.parametrize("row, texts", LEARNED_ROWS.values(), ids=LEARNED_ROWS)
 def test_rows_of_sft_and_dpo_have_their_images_in_the_prompt(row, texts, folder):
     row = with_images(row, folder)
-    context, chosen, rejected = (
-        pair_messages(row) if "rejected" in row else (sft_messages(row), [], [])
-    )
-    assert " ".join(shown([*context, *chosen, *rejected])) == texts
+    sides = pair_messages(row) if "rejected" in row else [(sft_messages(row), [])]
+    assert " | ".join(" ".join(shown(context + reply)) for context, reply in sides) == texts
+
+
+SIDES = [
+    ({"images": ["b.jpg"], "rejected_images": ["x/a.png"]}, ["jpeg", "png"]),
+    ({"chosen_images": ["x/a.png"], "rejected_images": "b.jpg"}, ["png", "jpeg"]),
+    ({"image": "b.jpg", "chosen_images": None, "rejected_images": []}, ["jpeg", "jpeg"]),
+]
+
+
+@pytest.mark.parametrize("columns, kinds", SIDES)
+@pytest.mark.parametrize("replies", [("cat", "dog"), ([USER, CAT], [USER, DOG])])
+def test_each_side_of_a_pair_has_its_images(replies, columns, kinds, folder):
+    chosen, rejected = replies
+    row = {"prompt": "a", "chosen": chosen, "rejected": rejected} | columns
+    contexts = [context for context, _ in pair_messages(with_images(row, folder))]
+    urls = [[image.url for image in images_of(context)] for context in contexts]
+    assert [url.partition(";")[0] for [url] in urls] == [f"data:image/{k}" for k in kinds]
 
 
 def test_columns_of_images_of_a_table_are_read(folder):
@@ -317,6 +346,8 @@ def test_other_forms_become_rgb_as_transformers_reads_them(data, wanted):
         ({"prompt": "<image>a", "images": [URL, URL]}, "the messages have 1 marks <image>, and the"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": [URL, URL]},
          "have 1 parts of type 'image', and the row has 2 images"),
+        ({"prompt": "<image 3>a", "images": [URL, URL]},
+         "a text has the mark <image 3>, and the row 2 images"),
     ],
 )  # fmt: skip
 def test_another_number_of_marks_than_of_images_is_refused(row, error):

@@ -676,7 +676,19 @@ READINGS = [
     ),
 ]
 UNTRAINED = itertools.product(
-    ("train", "weight", "loss", "loss_mask", "trainable"),
+    (
+        "train",
+        "weight",
+        "loss",
+        "loss_mask",
+        "trainable",
+        "training",
+        "train_on_turn",
+        "weights",
+        "loss_weight",
+        "loss_scale",
+        "step_loss_mask",
+    ),
     (False, 0, 0.0, "false", "False", "0", np.bool_(False), np.int64(0)),
 )
 READINGS += [
@@ -690,6 +702,12 @@ READINGS += [
 ]
 READINGS += [
     (assistant("a", train=each), assistant("a"), "") for each in (True, 1, 1.0, "true", np.True_)
+]
+SPAN = {"begin_offset": 0, "end_offset": 1}
+READINGS += [
+    (assistant("a", masked=1), assistant("a", train=False), "not trained (masked)"),
+    (assistant("a", masked="false"), assistant("a"), ""),
+    (assistant("a", train_detail=[SPAN | {"train": True}]), assistant("a"), ""),
 ]
 
 
@@ -718,6 +736,15 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
         ({"from": "function_call", "value": "call it"}, "must be a list, or its JSON text"),
         (assistant("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
         (assistant("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
+        (assistant("a", mask=1), "'mask' says in some formats that a message is trained; "),
+        (
+            assistant("a", train_detail=[SPAN | {"train": False}]),
+            "'train' of a part of a message is",
+        ),
+        (
+            assistant([{"type": "text", "text": "a", "weight": 0}]),
+            "'weight' of a part of a message",
+        ),
         (assistant("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
         (
             assistant([{"type": "thinking", "thinking": "b"}], reasoning_content="c"),

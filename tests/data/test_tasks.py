@@ -395,6 +395,8 @@ def test_a_task_takes_its_messages_from_any_of_the_usual_columns():
         {"instruction": "hi", "input": ""},
         {"conversations": forms},
         {"prompt": "hi", "instruction": "no"},
+        {"prompt": '[{"role": "user", "content": "hi"}]'},
+        {"question": "[{'from': 'human', 'value': 'hi'}]"},
     ):
         task = make_task(row, 17, "sort", "train")
         assert (task.messages, task.id, task.env, task.row) == (user, "train/17", "sort", row)
