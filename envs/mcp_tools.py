@@ -13,9 +13,10 @@ http://127.0.0.1:8000/mcp. A command sees HOME, PATH and the like, and the varia
 names, with commas between. $MCP_TOKEN goes to a URL as a bearer token. Records hold neither.
 
 Rows: a prompt and `answer`. Tools count towards --max_prompt_tokens. The actor reads text, and the
-text of resources; with MCP_IMAGES=1, for a model that sees, also images. Audio and other resources
-are replaced by a note. The actor reads a tool's refusal (metric `refused`). A server that cannot be
-reached, dies, or takes longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
+text of resources, and structured content that the text does not repeat; with MCP_IMAGES=1, for a
+model that sees, also images. A note replaces audio, other resources, and the end of a text above
+MAX_CHARS. The actor reads a tool's refusal (metric `refused`). A server that cannot be reached,
+dies, or takes longer than CALL_S fails the episode, with the cause. Needs a GPU, not run.
 """
 
 import json
@@ -30,7 +31,7 @@ try:
     import httpx2
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
-    from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+    from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, TextContent
 except ImportError:
     raise ImportError("mcp is missing: pip install 'rl_core[envs]'") from None
 
@@ -42,6 +43,7 @@ PASSED = {
 }
 SEES = os.environ.get("MCP_IMAGES") == "1"
 CALL_S, NUM_EVAL, max_turns, TOKEN = 60.0, 50, 6, os.environ.get("MCP_TOKEN")
+MAX_CHARS = 4000  # Longest text of a tool that the actor reads.
 NAMES = random.Random(0).sample(
     [f"{a}{b}{c}o" for a in "bdfgklmnprstvz" for b in "aeiou" for c in "klmnrst"], 400
 )
@@ -60,7 +62,7 @@ def load_tasks(split):
 
 async def connect(stack, log):
     """A client of a new session, which ends with the stack."""
-    if "://" in SERVER:
+    if SERVER.startswith(("http://", "https://")):
         http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {TOKEN}"} if TOKEN else {}, timeout=CALL_S
         )
@@ -79,7 +81,8 @@ def public(text):
     """The text without what may be secret: it goes into records."""
     for secret in filter(None, (SERVER, TOKEN, *PASSED.values())):
         text = text.replace(secret, "***")
-    return text[:4000]
+    left_out = len(text) - MAX_CHARS
+    return text if left_out <= 0 else f"{text[:MAX_CHARS]}\n[{left_out} characters left out]"
 
 
 async def call(client, function):
@@ -92,36 +95,62 @@ async def call(client, function):
         if getattr(error, "code", None) in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
             raise
         return public(f"error: {error}"), True
-    if SEES and any(content.type == "image" for content in result.content):
-        parts = [part_of(content) for content in result.content]
-        return parts, bool(result.is_error)
-    return public("\n".join(map(text_of, result.content))), bool(result.is_error)
+    blocks = [*result.content, *structured(result)]
+    if SEES and any(block.type == "image" for block in blocks):
+        return list(map(part_of, blocks)), bool(result.is_error)
+    return public("\n".join(map(text_of, blocks)) or "[no content]"), bool(result.is_error)
 
 
-def part_of(content):
+def structured(result):
+    """The structured content as a block of JSON text; nothing if the text blocks say the same."""
+    value = result.structured_content
+    # Servers wrap values other than objects as {"result": value}, and write a block for each item.
+    inner = value["result"] if isinstance(value, dict) and value.keys() == {"result"} else value
+    texts = [flat(getattr(block, "text", "")) for block in result.content]
+    items = [flat(item) for item in inner] if isinstance(inner, list) else None
+    if inner is None or flat(value) in texts or flat(inner) in texts or (texts and texts == items):
+        return []
+    return [TextContent(type="text", text=json.dumps(value, ensure_ascii=False))]
+
+
+def flat(value):
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return "".join(text.split())
+
+
+def part_of(block):
     """A part of a message."""
-    if content.type == "image":
-        return {"type": "image", "data": content.data, "media_type": content.mime_type}
-    return {"type": "text", "text": public(text_of(content)) + "\n"}
+    if block.type == "image":
+        return {"type": "image", "data": block.data, "media_type": block.mime_type}
+    return {"type": "text", "text": public(text_of(block)) + "\n"}
 
 
-def text_of(content):
+def text_of(block):
     """Text of a content block, or a note for a block that is not text."""
-    if content.type == "text":
-        return content.text
-    if content.type == "resource_link":
-        return f"[resource {content.name}: {content.uri}]"
-    if content.type == "resource":
-        resource = content.resource
-        return (
-            getattr(resource, "text", None)
-            or f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
-        )
-    return f"[{content.type} of type {content.mime_type}, not shown]"
+    if block.type == "text":
+        return block.text
+    if block.type == "resource_link":
+        about = f": {block.description}" if block.description else ""
+        return f"[resource {block.name}: {block.uri}{about}]"
+    if block.type == "resource":
+        resource = block.resource
+        note = f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
+        return getattr(resource, "text", note)
+    return f"[{block.type} of type {block.mime_type}, not shown]"
+
+
+async def tools_of(client):
+    """The tools of all pages of the server's list."""
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tools
 
 
 async def play(client, task, actor):
-    known = [(t.name, t.description, t.input_schema) for t in (await client.list_tools()).tools]
+    known = [(t.name, t.description, t.input_schema) for t in await tools_of(client)]
     tools = [
         {"type": "function", "function": {"name": n, "description": d, "parameters": p}}
         for n, d, p in known

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shlex
 import socket
 import string
 import subprocess
@@ -547,6 +548,87 @@ def test_the_actor_is_told_what_it_cannot_see(mcp, tmp_path):
         "[resource file:///b of type None, not shown]",
         "[resource plan: file:///c]",
     ]
+
+
+# name -> (result of a tool in the JSON of the protocol, text for the actor).
+TEXT = {"type": "text", "text": "2 found"}
+RESULTS = {
+    "structured_alone": ({"content": [], "structuredContent": {"found": [3]}}, '{"found": [3]}'),
+    "structured_apart": (
+        {"content": [TEXT], "structuredContent": {"found": ["ü"]}},
+        '2 found\n{"found": ["ü"]}',
+    ),
+    "repeated": (
+        {"content": [{"type": "text", "text": '{"a":  1}'}], "structuredContent": {"a": 1}},
+        '{"a":  1}',
+    ),
+    "wrapped": (
+        {"content": [{"type": "text", "text": "1"}], "structuredContent": {"result": "1"}},
+        "1",
+    ),
+    "wrapped_items": (
+        {"content": [TEXT, TEXT], "structuredContent": {"result": ["2 found", "2 found"]}},
+        "2 found\n2 found",
+    ),
+    "wrapped_none": ({"content": [], "structuredContent": {"result": []}}, '{"result": []}'),
+    "empty": ({"content": []}, "[no content]"),
+    "failed": ({"content": [], "isError": True}, "[no content]"),
+    "long": (
+        {"content": [{"type": "text", "text": "x" * 4321}]},
+        "x" * 4000 + "\n[321 characters left out]",
+    ),
+    "sound": (
+        {"content": [{"type": "audio", "data": "eA==", "mimeType": "audio/wav"}]},
+        "[audio of type audio/wav, not shown]",
+    ),
+    "blank_resource": (
+        {"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": ""}}]},
+        "[no content]",
+    ),
+    "link": (
+        {"content": [{"type": "resource_link", "name": "a", "uri": "b:c", "description": "d"}]},
+        "[resource a: b:c: d]",
+    ),
+}
+PAGES = """
+import asyncio, json, sys
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp.types import CallToolResult, ListToolsResult, Tool
+
+results = json.loads(sys.argv[1])
+
+async def list_tools(context, params):
+    first = int(params.cursor or 0) if params else 0
+    tools = [Tool(name=name, input_schema={"type": "object"}) for name in list(results)[first : first + 5]]
+    later = str(first + 5) if first + 5 < len(results) else None
+    return ListToolsResult(tools=tools, next_cursor=later)
+
+async def call_tool(context, params):
+    return CallToolResult.model_validate(results[params.name])
+
+async def main():
+    server = Server("pages", on_list_tools=list_tools, on_call_tool=call_tool)
+    async with stdio_server() as (read, write):
+        await server.run(read, write, server.create_initialization_options())
+
+asyncio.run(main())
+"""
+
+
+def test_tools_of_all_pages_are_offered_and_no_content_is_dropped_silently(mcp, tmp_path):
+    (tmp_path / "pages.py").write_text(PAGES)
+    results = json.dumps({name: result for name, (result, _) in RESULTS.items()})
+    env = mcp(shlex.join([sys.executable, str(tmp_path / "pages.py"), results]))
+    says = ["".join(map(called, RESULTS)), "16"]
+    chat = plain_chat(ToolCalls)
+    actors = {"policy": ScriptedActor(name="policy", chat=chat, replies=says)}
+    outcome = stage.one(stage.run(env, actors, rows=[PRICE], max_tokens=9999))
+    offered = re.findall(r'"name": "(\w+)"', chat.decode(outcome.turns[0].new_ids))
+    assert offered == list(RESULTS)
+    heard = [m["content"] for m in outcome.messages if m["role"] == "tool"]
+    assert dict(zip(RESULTS, heard, strict=True)) == {n: text for n, (_, text) in RESULTS.items()}
+    assert (outcome.reward, outcome.metrics["refused"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
