@@ -65,6 +65,9 @@ class Mesh:
         return self.dp_replicate * self.num_shards
 
 
+# Names of numbers that all ranks share: a signal of a rank that plays no episodes, and the signal
+# that ended the run.
+SIGNAL_RECEIVED, ENDED_BY_SIGNAL = "signal_received", "ended_by_signal"
 MESH_FLAGS = ("dp_replicate", "cp", "tp", "rollout_ranks")
 
 
@@ -124,12 +127,13 @@ class Ranks:
         """The sum of what all ranks added by this name, those that only sample too."""
         return self.store.add(name, n)
 
-    def set_flag(self, name: str) -> None:
-        """On any rank has_flag(name) is true from now on."""
-        self.store.set(name, "1")
+    def set_number(self, name: str, number: int) -> None:
+        """On any rank number(name) is this one from now on."""
+        self.store.set(name, str(number))
 
-    def has_flag(self, name: str) -> bool:
-        return self.store.check([name])
+    def number(self, name: str) -> int:
+        """0 before a rank has set it."""
+        return int(self.store.get(name)) if self.store.check([name]) else 0
 
 
 class Heartbeat:

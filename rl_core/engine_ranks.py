@@ -27,11 +27,16 @@ def make_engine_rank(plan: Plan, ranks: Ranks) -> EngineRank | RankGroupTrainer:
 
 
 class ServingRank:
-    """A rank that serves its engines. The ranks that it serves handle signals."""
+    """A rank that serves its engines until the ranks that it serves end the run."""
 
-    signal = 0
     signal_handler: Plugin
+    server: EngineServer
     device: Device
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal that ended the run, 0 if none."""
+        return self.server.signal
 
     async def close(self) -> None:
         await self.signal_handler.close()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
 
-from rl_core.distributed import Ranks, addresses_towards, is_one_node
+from rl_core.distributed import ENDED_BY_SIGNAL, Ranks, addresses_towards, is_one_node
 from rl_core.engines.lease import DeviceLease
 from rl_core.http_guard import (
     LOOPBACK,
@@ -145,6 +145,7 @@ class EngineServer:
         self.token = secrets.token_hex(16)
         self.channel = channel
         self.stopped = asyncio.Event()
+        self.signal = 0  # The number of the signal that ended the run.
         self.begun: dict[str, Completion] = {}  # Key of an open request -> its completion.
         self.num_open = 0
         # Seconds without an open request between asked_at, the last take_metrics(), and counted_at.
@@ -268,6 +269,8 @@ class EngineServer:
         self.counted_at = now
 
     async def do_stop(self, engine: Engine | None) -> None:
+        # Before the response, after which the learners may end, and the store with them.
+        self.signal = self.ranks.number(ENDED_BY_SIGNAL)
         self.stopped.set()
 
 

@@ -47,8 +47,8 @@ class WeightRecovery(Plugin):
         """True if an engine of any rank lacks weights."""
         ranks, flag = self.trainer.ranks, f"weights_again/{self.num_times}"
         if any(engine.lacks_weights for engine in self.trainer.device.engines):
-            ranks.set_flag(flag)
-        return ranks.has_flag(flag)
+            ranks.set_number(flag, 1)
+        return bool(ranks.number(flag))
 
     async def meet(self) -> bool:
         """Resends weights if a rank needs it, and returns True then. Every rank must call it."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from kit import STOP, RanksProcess, metrics, wait_until, words
+from kit import STOP, RanksProcess, metrics, run_ranks, wait_until, words
 from test_runs import (
     DPO,
     LORA,
@@ -211,6 +211,37 @@ def test_a_run_of_any_kind_that_is_killed_anywhere_goes_on(number, start, whole_
     check_fault(number, start, whole_of, tmp_path)
 
 
+LONG = "--optim.lr 1e-2 --num_steps 100000"
+TAUGHT, FROZEN = "--actors.alice.ranks 1", "--actors.alice.ranks 1 --actors.alice.train false"
+# A rank that plays no episodes -> flags, number of ranks, its rank, the phase in which it gets the signal.
+APART = {
+    "serves engines": (f"{ASYNC} --max_staleness 1 --rollout_ranks 1", 2, 1, "generate"),
+    "serves engines, and is not the first": (f"{TALK} --rollout_ranks 2", 3, 2, "generate"),
+    "of an actor, samples": (f"{TWO} {TAUGHT}", 2, 1, "generate"),
+    "of an actor, learns": (f"{TWO} {TAUGHT}", 2, 1, "learn"),
+    "of an actor, learns and is not the first": (f"{TWO} --actors.alice.ranks 1-2", 3, 2, "learn"),
+    "of a frozen actor": (f"{TWO} {FROZEN}", 2, 1, "generate"),
+}
+SIGNALS = {"of a frozen actor": signal.SIGINT, "of an actor, learns": signal.SIGUSR1}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_a_signal_at_a_rank_that_plays_nothing_ends_all_ranks(kind, places, tmp_path):
+    flags, num_ranks, rank, phase = APART[kind]
+    number, out = SIGNALS.get(kind, signal.SIGTERM), tmp_path / "run"
+    arguments = words(LONG, flags.format(**places), "--resume --out", out)
+    hit = [tmp_path / "ended", rank, phase, 2, int(number)]
+    ranks = RanksProcess(num_ranks, __file__, *hit, *arguments)
+    ranks.wait(60)
+    codes = [Path(f"{hit[0]}.code.{each}").read_text() for each in range(num_ranks)]
+    assert codes == [str(128 + number)] * num_ranks, ranks.both()
+    last = metrics(out)[-1]["step"]
+    assert (out / f"checkpoints/step_{last:06d}/manifest.json").is_file()
+    assert f"ended by {number.name}" in ranks.text("stdout")
+    resumed = run_ranks(num_ranks, "-m", "rl_core.train", *arguments, "--num_steps", last + 1)
+    assert f"continues from step {last}" in resumed.stdout
+
+
 if __name__ == "__main__":
     from rl_core.train import main
 
@@ -219,4 +250,5 @@ if __name__ == "__main__":
     watch(calls, phase if of_one == rank else "none", int(number), int(kind))
     status = main(flags)
     Path(f"{out}.calls.{of_one}").write_text(json.dumps(calls))
+    Path(f"{out}.code.{of_one}").write_text(str(status))
     sys.exit(status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from kit import engine_spec
 from test_engine_contract import GREEDY, LONG, load, make_embedded
 
+from rl_core.distributed import Ranks
 from rl_core.engines import remote
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.lease import DeviceLease
@@ -42,10 +43,9 @@ def ranks():
     """A learner and two ranks that sample, which are processes in all but their threads."""
     same = {"store": dist.HashStore(), "device": torch.device("cpu"), "rollout_ranks": NUM_ENGINES}
     samplers = [
-        SimpleNamespace(rank=n, size=NUM_ENGINES, is_engine=True, group=1, **same)
-        for n in range(NUM_ENGINES)
+        Ranks(rank=n, size=NUM_ENGINES, is_engine=True, group=1, **same) for n in range(NUM_ENGINES)
     ]
-    return [SimpleNamespace(rank=0, size=1, is_engine=False, group=0, **same), *samplers]
+    return [Ranks(rank=0, size=1, **same), *samplers]
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def test_of_engines_that_take_turns_one_is_awake_after_an_update_of_another(rank
     awake: list[set[str]] = [set()]
     names = ("policy", "policy.older")
     engines = {name: Watched(name, load(tiny_model), awake) for name in names}
-    ranks = [SimpleNamespace(**(vars(one) | {"rollout_ranks": 1})) for one in ranks[:2]]
+    ranks = [replace(one, rollout_ranks=1) for one in ranks[:2]]
 
     def serve() -> None:
         channel = make_weight_channel(ranks[1], 60)

@@ -1,7 +1,7 @@
 """Ends a run on a signal, once its step is done and saved.
 
 Each rank reduces its signal with the step's metrics, so that all ranks decide the same without
-another collective.
+another collective. A rank that plays no episodes leaves its signal in the store of all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from rl_core.distributed import ENDED_BY_SIGNAL, SIGNAL_RECEIVED
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import Plugin, RunState
 
@@ -23,7 +24,7 @@ WATCH_S = 0.2
 
 
 class SignalHandler(Plugin):
-    """Handles signals of a run. A rank that only samples leaves signals to the learners."""
+    """Handles signals of a run, on each of its ranks."""
 
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
@@ -40,11 +41,15 @@ class SignalHandler(Plugin):
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
     def reduced_flags(self) -> dict[str, Metric]:
-        return {"signal": Max(self.received)}
+        ranks = self.trainer.ranks
+        received = self.received or (ranks.is_writer and ranks.number(SIGNAL_RECEIVED))
+        return {"signal": Max(received)}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         if number := self.trainer.signal:
             name = signal.Signals(number).name
+            if self.trainer.ranks.is_writer:
+                self.trainer.ranks.set_number(ENDED_BY_SIGNAL, number)
             self.trainer.end(f"ended by {name}", is_interrupted=True)
 
     async def close(self) -> None:
@@ -64,6 +69,10 @@ class SignalHandler(Plugin):
             again = " again" if number == signal.SIGINT else ""
             text = f"\n{name}: saves when this step is done, and ends; Ctrl-C{again} ends at once\n"
             os.write(2, text.encode())
+        if self.trainer.ranks.is_engine:
+            # In a thread, since the store may be in use by the code that the signal interrupted.
+            write, entry = self.trainer.ranks.set_number, (SIGNAL_RECEIVED, number)
+            threading.Thread(target=write, args=entry, daemon=True).start()
         if self.sees_others:
             threading.Thread(target=self._watch, daemon=True).start()
 
