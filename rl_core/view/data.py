@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import stat
@@ -35,10 +36,14 @@ FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
 PREVIEW_CHARS = 120
 NOTES, MAX_NOTE_BYTES = "notes.jsonl", 4000
-# Metrics of which the list of runs shows the first and the last value.
-SUMMARY = re.compile(
-    r"rollout/[^/]+/reward_mean|eval/(?:[^/]+/)*(?:greedy_score|greedy_pass|avg@\d+|loss)"
-)
+# Metrics in the list of runs: the first that one of the patterns names, in this order.
+SUMMARY = {
+    "evaluation": [
+        rf"eval/(?:[^/]+/)*{name}" for name in ("greedy_pass", "greedy_score", r"avg@\d+", "loss")
+    ],
+    "reward": [r"rollout/[^/]+/reward_mean"],
+}
+MAX_POINTS = 40  # Points of a curve in the list of runs.
 # Errors of reading values that were not written by a run.
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first takes a tenth of the time
@@ -181,17 +186,16 @@ class RunFolder:
 
     @property
     def facts(self) -> JSONObject:
-        """State, steps, times, and the first and last value of rewards and evaluations, for the
-        list of runs."""
+        """State, steps, times, and the curves of SUMMARY, for the list of runs."""
         began, wrote = self.changed("config.yaml"), self.changed("metrics.jsonl")
-        step, ends = progress_of(self.path / "metrics.jsonl", wrote)
+        step, curves = progress_of(self.path / "metrics.jsonl", wrote)
         state = "ended early" if step < (self.config.get("num_steps") or 0) else "done"
         return {
             "state": "live" if self.is_live else state,
             "step": step,
             "started": began,
             "duration_s": None if began is None or wrote is None else wrote - began,
-            "ends": ends,
+            "curves": curves,
         }
 
     def changed(self, name: str) -> float | None:
@@ -397,23 +401,42 @@ def sorted_rows(lines: Iterable[bytes]) -> list[JSONObject]:
 
 
 @lru_cache(maxsize=1000)
-def progress_of(file: Path, changed: float | None) -> tuple[int, dict[str, tuple[float, float]]]:
-    """(last step, metric -> its first and last value) of a metrics.jsonl, whose lines are not all
-    parsed. `changed`: time of the file's last change."""
-    step, ends = 0, {}
+def progress_of(file: Path, changed: float | None) -> tuple[int, JSONObject]:
+    """(last step, key of SUMMARY -> its metric's name, best point and some of its points) of a
+    metrics.jsonl, of which evaluations and some other lines are parsed. `changed`: time of the
+    file's last change."""
     try:
         with open_file(file) as raw:
             lines = raw.read().splitlines()
     except OSError:
-        return step, ends
-    shown = [line for line in lines if b'"eval/' in line] + lines[:3] + lines[-3:]
-    for row in sorted_rows(shown):
-        step = max(step, int(row["step"]))
+        return 0, {}
+    every = -(-len(lines) // MAX_POINTS) or 1
+    shown = {n for n, line in enumerate(lines) if n % every == 0 or b'"eval/' in line}
+    # The first may be an evaluation, and the last cut short.
+    numbers = range(len(lines))
+    shown |= {*numbers[:3], *numbers[-3:]}
+    rows, points = sorted_rows(lines[n] for n in sorted(shown)), {}
+    for row in rows:
         for name, value in row.items():
-            if value is not None and SUMMARY.fullmatch(name):
-                first, _ = ends.setdefault(name, (value, value))
-                ends[name] = (first, value)
-    return step, ends
+            if value is not None and math.isfinite(value):
+                points.setdefault(name, {})[row["step"]] = value
+    curves = {}
+    for key, patterns in SUMMARY.items():
+        matches = (name for pattern in patterns for name in points if re.fullmatch(pattern, name))
+        if name := next(matches, ""):
+            steps, best = points[name], min if name.endswith("/loss") else max
+            curves[key] = {
+                "name": name,
+                "best": best(steps.items(), key=lambda pair: pair[1]),
+                "points": thinned(list(steps.items())),
+            }
+    return max((int(row["step"]) for row in rows), default=0), curves
+
+
+def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """At most MAX_POINTS of them, the first and the last included."""
+    every = -(-len(points) // (MAX_POINTS - 1))
+    return [*points[:-1:every], points[-1]]
 
 
 def inner_runs(folder: Path, depth: int = 3) -> list[Path]:

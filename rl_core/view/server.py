@@ -14,7 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from rl_core.http_guard import MAX_STRANGERS, HttpServer
-from rl_core.view.data import UNREADABLE, RunFolder, inner_runs
+from rl_core.view.data import UNREADABLE, RunFolder, inner_runs, is_run
 from rl_core.view.page import make_page, outline, summary, to_json, values_of
 from rl_core.view.tokens import shown_episode
 
@@ -41,7 +41,8 @@ class Viewer:
 
     def page(self) -> str:
         self.find_new()
-        return make_page({"runs": [outline(run) for run in self.runs]})
+        is_folder = any(not is_run(folder) for folder in self.folders)
+        return make_page({"runs": [outline(run) for run in self.runs], "is_folder": is_folder})
 
     def facts(self) -> str:
         return to_json([run.facts for run in self.runs])

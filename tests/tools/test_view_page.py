@@ -600,7 +600,7 @@ def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_are
     has(page, "#curves > .charts .chart:visible h2", titles)
     has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2", "0.5"])
     page.get_by_role("link", name="Runs").click()
-    page.get_by_label("game", exact=True).uncheck()
+    page.get_by_label("Show game").uncheck()
     page.get_by_role("link", name="Curves").click()
     has(page, "#curves > .charts .chart:visible h2", ["gradient norm"])
     has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2"])
@@ -608,8 +608,12 @@ def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_are
     has(page, "#curves > .charts .chart:visible h2", ["gradient norm"])
     page.go_back()
     page.get_by_role("link", name="Runs").click()
-    page.get_by_label("game", exact=True).check()
+    page.get_by_label("Show game").check()
     page.get_by_role("link", name="Curves").click()
+    has(page, "#curves > .charts .chart:visible h2", titles)
+    page = page_of(serve(tmp_path))  # A folder of runs opens on their table.
+    page.get_by_role("link", name="game", exact=True).click()
+    has(page, "#chips li", ["game step 2"])
     has(page, "#curves > .charts .chart:visible h2", titles)
 
 

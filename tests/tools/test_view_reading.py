@@ -14,7 +14,6 @@ from test_view_page import AXE, count, faults_of, has, open_filters, shown
 from view_parts import CHROMIUM, said, trajectory, write_metrics, write_step
 
 from rl_core.tools.view import main
-from rl_core.view.data import inner_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")]
 PYTHON = "```python\ndef f(x):\n    return 'a'  # why\n```"
@@ -196,10 +195,13 @@ def test_a_task_is_followed_over_all_steps(tmp_path, serve, page_of):
         rows.append(trajectory(0, task_id="bare", env="zeros", reward=0.0))
         rows.append(trajectory(0, task_id="never", actor="rival", reward=1.0))
         write_step(tmp_path, step + 1, rows)
+    write_step(tmp_path, 3, [trajectory(0)], "eval_{:06d}_greedy")
     page = page_of(serve(tmp_path) + "#tasks")
+    has(page, "#tasklist tbody th", ["train/0"])
+    page.locator("#tasks [name=kind]").select_option("train")
     has(page, "#tasklist tbody tr", 5)  # Tasks of the first actor.
     table = {row.split("\t")[0]: row.split("\t")[1:6] for row in shown(page, "#tasklist tbody tr")}
-    assert table["learning"] == ["letters", "solved", "6", "0", "0.5"]
+    assert table["learning"] == ["letters", "learning", "6", "0", "0.5"]
     assert table["forgotten"] == ["letters", "forgotten", "6", "1", "0"]
     assert table["solved"] == ["letters", "solved", "6", "0", "1"]
     assert table["never"] == ["letters", "never", "6", "0", "0"]
@@ -229,16 +231,16 @@ def test_a_folder_of_runs_is_a_table_that_sorts_and_chooses(tmp_path, serve, pag
         config = {"seed": n % 2, "num_steps": 4, "algorithm": "grpo", "optim": {"lr": [1e-3, 1e-4][n // 50]}}  # fmt: skip
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         rows = [{"step": s, "rollout/policy/reward_mean": s * n / 100, "rollout/policy/tokens": 10.0, "time/step_s": 36.0} for s in range(1, 4 + n % 2)]  # fmt: skip
-        write_metrics(folder, [{"step": 0, "eval/e/greedy_score": 0.25}, *rows])
-    runs = inner_runs(tmp_path / "runs")
-    assert len(runs) == 100
-    page = page_of(serve(*runs), bypass_csp=True)
+        scores = [{"step": s, "eval/e/greedy_score": 0.25 * s} for s in (1, 3, 2)]
+        write_metrics(folder, [*rows, *scores])
+    page = page_of(serve(tmp_path / "runs"), bypass_csp=True)
     has(page, "#runs tbody tr", 100)
     page.evaluate(AXE.read_text())
     assert not faults_of(page)
     page.get_by_role("button", name="reward", exact=True).click()
     row = shown(page, "#runs tbody tr")[0].split("\t")
-    assert row[0].strip() == "r099" and row[1:5] == ["done", "4 / 4", "0.25 → 0.25", "0.99 → 3.96"]
+    assert row[0].strip() == "r099" and [text.strip() for text in row[1:5]] == ["done", "4 / 4", "0.75 e/greedy_score, step 3", "0.99 → 3.96"]  # fmt: skip
+    assert page.get_by_role("img", name="eval/e/greedy_score: 0.25 → 0.75").count() == 100
     heads = shown(page, "#runs thead th")
     assert [head.strip(" ▲▼") for head in heads[-2:]] == ["--optim.lr", "--seed"]
     page.get_by_label("Find").last.fill("r00")
@@ -246,7 +248,7 @@ def test_a_folder_of_runs_is_a_table_that_sorts_and_chooses(tmp_path, serve, pag
     for box in page.locator("#runs tbody input").all():
         box.uncheck()  # The last one stays: a page without a run shows nothing.
     for name in ("r000", "r001", "r002"):
-        page.get_by_label(name, exact=True).check()
+        page.get_by_label(f"Show {name}").check()
     page.get_by_role("link", name="Curves").click()
     page.get_by_label("mean over seeds").check()
     labels = shown(page, "[data-title=reward] .u-label")

@@ -27,7 +27,7 @@ function go(changes, isNew = false, name = view) {
 
 function readAddress() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s), values = new URLSearchParams(query ?? "");
-  view = VIEWS[name] ? name : data.runs.length > MOST_SHOWN ? "runs" : "curves";
+  view = VIEWS[name] ? name : known.length > MOST_SHOWN || (data.is_folder && known.length > 1) ? "runs" : "curves";
   chosenNames = values.get("runs") ?? "", values.delete("runs");
   kept[view] = String(values);
   const asked = ["talks", "tasks"].includes(view) && known.find((run) => run.name === values.get("run"));

@@ -150,17 +150,12 @@ const day = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString("sv"
 const leaf = (path) => String(path).split("/").filter(Boolean).slice(-2).join("/");
 const modelsOf = ({ config }) => unique([config.model, ...Object.entries(config).filter(([key]) => /^actors\.[^.]+\.model$/.test(key)).map(([, value]) => value)].filter(Boolean));
 const ofEval = (name) => name.replace(/^eval\//, "");
-// The evaluation by which a run is compared: the greedy score of its first set, or what there is.
-function mainEval({ facts }) {
-  const names = Object.keys(facts.ends).filter((name) => name.startsWith("eval/"));
-  return ["greedy_pass", "greedy_score", "avg@", "loss"].map((end) => names.find((name) => name.includes(`/${end}`))).find(Boolean);
-}
-
+const ends = ({ points }) => unique([points[0][1], points.at(-1)[1]].map(short)).join(" \u2192 ");
 function factsOf(run) {
-  const { state, step, started, duration_s, ends } = run.facts, { config } = run, name = mainEval(run);
+  const { state, step, started, duration_s, curves: { evaluation } } = run.facts, { config } = run;
   return [
     modelsOf(run).map(leaf).join(", "), config.algorithm, config.env_path && leaf(config.env_path), `started ${day(started)}`, hours(duration_s),
-    `${state} at step ${step}${config.num_steps ? ` of ${config.num_steps}` : ""}`, name && `${ofEval(name)} ${ends[name].map(short).join(" \u2192 ")}`,
+    `${state} at step ${step}${config.num_steps ? ` of ${config.num_steps}` : ""}`, evaluation && `${ofEval(evaluation.name)} ${ends(evaluation)}`,
   ].filter(Boolean).join(" \u00b7 ");
 }
 
@@ -188,19 +183,27 @@ const NOT_COMPARED = /(^|\.)(out|run_name|resume|config)$/;
 function showRuns() {
   const find = $("#runs [name=find]").value.toLowerCase(), at = params();
   const flags = unique(known.flatMap((run) => Object.keys(run.config))).filter((flag) => !NOT_COMPARED.test(flag) && unique(known.map((run) => asText(run.config[flag]))).length > 1);
-  const ends = (run, name, place) => run.facts.ends[name]?.[place] ?? null;
-  const reward = (run) => Object.keys(run.facts.ends).find((name) => name.startsWith("rollout/"));
+  const curve = (key, { facts: { curves } }) => curves[key] ?? { points: [], best: [] };
+  const trend = (key, run) => {
+    const { name, points } = curve(key, run);
+    return points.length > 1 && [scatter([], points, 90, 20, `${name}: ${ends({ points })}`).picture, " "];
+  };
   const toggle = (run) => {
     const chosen = runs.includes(run) ? runs.filter((one) => one !== run) : [...runs, run];
     if (chosen.length) go({ runs: namesOf(chosen) });
     else showRuns();
   };
   const columns = [
-    { name: "run", isLeft: true, of: (run) => run.name, node: (run) => el("label", {}, el("input", { type: "checkbox", "data-key": run.n, checked: runs.includes(run), onchange: () => toggle(run) }), tinted(el("span", { class: "dot" }), run.n), run.short) },
+    { name: "run", isLeft: true, of: (run) => run.name, node: (run) => [
+      el("input", { type: "checkbox", "aria-label": `Show ${run.short}`, "data-key": run.n, checked: runs.includes(run), onchange: () => toggle(run) }),
+      tinted(el("span", { class: "dot" }), run.n), el("a", { href: `#curves?${new URLSearchParams({ runs: run.name })}` }, run.short)] },
     { name: "state", isLeft: true, of: (run) => run.facts.state, node: (run) => el("span", { class: run.facts.state === "live" ? "live" : run.facts.state === "done" ? "" : "failed" }, run.facts.state) },
     { name: "step", of: (run) => run.facts.step, node: (run) => `${short(run.facts.step)}${run.config.num_steps ? ` / ${short(run.config.num_steps)}` : ""}` },
-    { name: "evaluation", of: (run) => ends(run, mainEval(run), 1), node: (run) => (mainEval(run) ? el("span", { title: mainEval(run) }, run.facts.ends[mainEval(run)].map(short).join(" \u2192 ")) : "-"), isDown: true },
-    { name: "reward", of: (run) => ends(run, reward(run), 1), node: (run) => (reward(run) ? run.facts.ends[reward(run)].map(short).join(" \u2192 ") : "-"), isDown: true },
+    { name: "best evaluation", isLeft: true, isDown: true, of: (run) => curve("evaluation", run).best[1], node: (run) => {
+      const { name, best: [step, value] } = curve("evaluation", run);
+      return name ? [trend("evaluation", run), el("b", {}, short(value)), el("span", { class: "soft" }, ` ${ofEval(name)}, step ${short(step)}`)] : "-";
+    } },
+    { name: "reward", isLeft: true, isDown: true, of: (run) => curve("reward", run).points.at(-1)?.[1], node: (run) => (curve("reward", run).name ? [trend("reward", run), ends(curve("reward", run))] : "-") },
     { name: "duration", of: (run) => run.facts.duration_s, node: (run) => hours(run.facts.duration_s), isDown: true },
     { name: "started", of: (run) => run.facts.started, node: (run) => day(run.facts.started), isDown: true },
     ...flags.map((flag) => ({ name: `--${flag}`, isLeft: true, of: (run) => asText(run.config[flag]), node: (run) => asText(run.config[flag]) })),

@@ -25,10 +25,9 @@ function entryAt(at) {
 }
 
 function fill(select, values, any) {
-  const options = [...(any ? [["", any]] : []), ...values], value = params().get(fieldOf(select)) ?? select.value;
-  if (select.dataset.filled === JSON.stringify(options)) return;
+  const options = [...(any ? [["", any]] : []), ...values], value = params().get(fieldOf(select));
+  if (select.dataset.filled !== JSON.stringify(options)) select.replaceChildren(...options.map(([key, text]) => el("option", { value: key }, text)));
   select.dataset.filled = JSON.stringify(options);
-  select.replaceChildren(...options.map(([key, text]) => el("option", { value: key }, text)));
   select.value = options.some(([key]) => String(key) === value) ? value : options[0]?.[0] ?? "";
 }
 

@@ -1,7 +1,7 @@
 // One task over all steps: its attempts, its reward, and which tasks are solved, never solved or forgotten.
 const STATES = {
-  solved: "at least half of the last step's attempts earn the most",
-  learning: "some attempts earn the most, fewer than half of the last step's",
+  solved: "all of the last step's attempts earn the most",
+  learning: "some, not all, of the last step's attempts earn the most",
   forgotten: "earlier attempts earned the most, none of the last step's",
   never: "no attempt earned the most",
 };
@@ -13,7 +13,7 @@ const taskKey = (e) => JSON.stringify([e.run.n, e.env, e.task]);
 // The attempts that the fields choose, of one run.
 function attempts() {
   const at = params(), run = runs.find((one) => one.name === at.get("run")) ?? runs[0];
-  const kinds = unique((run?.entries ?? []).map((e) => e.kind)).sort((a, b) => (b === "train") - (a === "train"));
+  const kinds = unique((run?.entries ?? []).map((e) => e.kind)).sort((a, b) => (a === "train") - (b === "train")); // Evaluations first.
   fill($("#tasks [name=run]"), runs.map((one) => [one.name, one.short]));
   fill($("#tasks [name=kind]"), kinds.map((kind) => [kind, kind]));
   const names = unique((run?.entries ?? []).map((e) => e.actor)).sort(); // One at a time: a game's winner always earns the most.
@@ -38,7 +38,7 @@ function tasksOf(entries) {
     const steps = [...groupsOf(all, (e) => e.step)].sort(([a], [b]) => a - b);
     const means = steps.flatMap(([step, at]) => { const scored = at.filter((e) => e.reward !== null); return scored.length ? [[step, meanOf(scored.map((e) => e.reward))]] : []; });
     const last = steps.at(-1)[1], share = last.filter(earnsMost).length / last.length;
-    const state = share >= 0.5 ? "solved" : share > 0 ? "learning" : all.some(earnsMost) ? "forgotten" : "never";
+    const state = share === 1 ? "solved" : share > 0 ? "learning" : all.some(earnsMost) ? "forgotten" : "never";
     return { env: all[0].env, task: all[0].task, all, means, state, first: means[0]?.[1] ?? null, last: means.at(-1)?.[1] ?? null };
   });
 }
@@ -53,14 +53,14 @@ function svg(tag, props, ...kids) {
 
 // Points (step, value) in a box of this size; circles are attempts, the line their means.
 function scatter(points, line, width, height, label) {
-  const [pad, xs, ys] = [4, points.map(([x]) => x), points.map(([, y]) => y)];
+  const all = [...points, ...line], [pad, xs, ys] = [4, all.map(([x]) => x), all.map(([, y]) => y)];
   const range = (values) => [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
   const [[x0, x1], [y0, y1]] = [range(xs), range(ys)];
   const share = (value, low, high) => (high > low ? (value - low) / (high - low) : 0.5);
   const at = ([x, y]) => [pad + share(x, x0, x1) * (width - 2 * pad), height - pad - share(y, y0, y1) * (height - 2 * pad)];
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label, class: "scatter" },
     line.length > 1 ? svg("polyline", { points: line.map((point) => at(point).map((v) => v.toFixed(1)).join()).join(" ") }) : [],
-    height > 40 ? points.slice(0, 2000).map((point) => svg("circle", { cx: at(point)[0].toFixed(1), cy: at(point)[1].toFixed(1), r: 3 })) : []);
+    points.slice(0, 2000).map((point) => svg("circle", { cx: at(point)[0].toFixed(1), cy: at(point)[1].toFixed(1), r: 3 })));
   return { picture, low: y0, high: y1, x0, x1 };
 }
 
@@ -99,7 +99,7 @@ function showTasks() {
     { name: "state", isLeft: true, of: ({ state }) => state, node: ({ state }) => el("span", { class: state, title: STATES[state] }, state) },
     { name: "attempts", isDown: true, of: (row) => row.all.length }, { name: "first", of: ({ first }) => first }, { name: "last", of: ({ last }) => last },
     { name: "gain", isDown: true, of: ({ first, last }) => (first === null || last === null ? null : last - first) },
-    { name: "trend", of: ({ means }) => means.length, node: ({ means }) => (means.length > 1 ? scatter(means, means, 90, 20, `mean reward from ${short(means[0][1])} to ${short(means.at(-1)[1])}`).picture : "") },
+    { name: "trend", of: ({ means }) => means.length, node: ({ means }) => (means.length > 1 ? scatter([], means, 90, 20, `mean reward from ${short(means[0][1])} to ${short(means.at(-1)[1])}`).picture : "") },
   ];
   const isOpen = (row) => row.task === at.get("task") && row.env === (at.get("env") ?? row.env);
   let sorted;
