@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from rl_core.errors import as_one_line
+from rl_core.errors import as_one_line, split
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -29,6 +29,7 @@ PAIRS = {
     "correction_range": "; give the lowest and the highest ratio, such as 0.5,2",
     "betas": "; give AdamW's two decays, such as 0.9,0.95",
 }
+NONE = "rl_core has no counterpart"  # The answer to a flag of others that is left out.
 # Names that other trainers give our flags, by our flag.
 PEERS = Path(__file__).parent / "flag_aliases.yaml"
 
@@ -177,7 +178,7 @@ def as_fields(text: str, sections: Collection[str] = ()) -> str:
     """
     text = text.replace("unknown flag ", "Config has no field ")
     text = text.replace("no flag has a similar name", "no field has a similar name")
-    text = text.replace("--help SECTION lists one", "rl-core train --help SECTION lists one")
+    text = text.replace("--help ", "rl-core train --help ")
     return QUOTED.sub(partial(as_field, sections), text)
 
 
@@ -200,8 +201,8 @@ def as_field(sections: Collection[str], match: re.Match) -> str:
     return f"{first}={inner}"
 
 
-def unknown(name: str, flags: Iterable[str]) -> ValueError:
-    return ValueError(f"unknown flag --{name}; {answer(name, flags)}")
+def unknown(name: str, flags: Iterable[str], value: object = None) -> ValueError:
+    return ValueError(f"unknown flag --{name}; {answer(name, flags, value)}")
 
 
 @cache
@@ -213,10 +214,13 @@ def peers() -> dict[str, str]:
     return answers
 
 
-def answer(name: str, flags: Iterable[str]) -> str:
+def answer(name: str, flags: Iterable[str], value: object = None) -> str:
     """Answer to an unknown name: our name of another trainer's flag, the flag in its section, the
     flag with nearly this spelling, or a sentence."""
     flags = list(flags)
+    is_section = any(flag.startswith(f"{name}.") for flag in flags)
+    if is_section and isinstance(value, str) and "=" in value:
+        return f"write {' '.join(f'--{name}.{pair}' for pair in split(value))}"
     actor = re.match(r"(actors|envs)\.([^.]+)\.", name)
     if actor and name[actor.end() :] in flags:
         return f"--{name[actor.end() :]} is the same for all {actor[1]}"
@@ -225,6 +229,8 @@ def answer(name: str, flags: Iterable[str]) -> str:
         theirs = peers().get("_".join(parts[start:]))  # rollout_n before n
         if theirs is not None:
             return f"rl_core calls it {theirs}" if theirs.startswith("--") else theirs
+        if is_section:
+            return f"{name} is a section; --help {name} lists its flags"
         if ".".join(parts[start:]) in flags and start:
             return f"rl_core calls it --{'.'.join(parts[start:])}"
     in_sections = [flag for flag in flags if flag.rpartition(".")[2] == parts[-1]]
@@ -236,18 +242,18 @@ def answer(name: str, flags: Iterable[str]) -> str:
 
 def nearest_flag(name: str, flags: list[str], actor: str) -> str:
     """`actor`: the actor or environment that stands for NAME."""
-    near = {}
-    for word, ours in peers().items():
-        near[word] = ours.partition(" ")[0].removeprefix("--") if ours[0] == "-" else ours
-    for flag in flags:
-        if actor != "policy" or not flag.startswith("envs.NAME."):
-            near[flag.replace("NAME", actor)] = flag.replace("NAME", actor)
+    near = {flag.replace("NAME", actor): "" for flag in flags}
+    if actor == "policy":
+        near = {flag: "" for flag in near if not flag.startswith("envs.policy.")}
+    near = peers() | near
     last = name.rpartition(".")[2]
     for close in difflib.get_close_matches(name, near, n=3, cutoff=0.8):
         ratio = difflib.SequenceMatcher(None, last, close.rpartition(".")[2]).ratio()
-        if ratio < 0.6:  # Only the sections are equal.
+        if ratio < 0.6 or near[close] == NONE:  # Only the sections are equal.
             continue
-        is_flag = " " not in near[close]
-        return f"did you mean {near[close]!r}?" if is_flag else f"{close}: {near[close]}"
-    sections = dict.fromkeys(flag.partition(".")[0] for flag in flags if "." in flag)
-    return f"no flag has a similar name; sections: {', '.join(sections)}; --help SECTION lists one"
+        if not near[close]:
+            return f"did you mean {close!r}?"
+        if near[close].startswith("--"):
+            return f"did you mean {close}? rl_core calls it {near[close]}"
+        return f"{close}: {near[close]}"
+    return "no flag has a similar name; --help WORD lists flags with a word in their name"

@@ -283,7 +283,7 @@ def add(sections: JSONObject, tree: JSONObject, prefix: str = "", parent: str = 
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:
-            raise unknown(name, flags)
+            raise unknown(name, flags, value)
 
 
 def takes_table(name: str, kind: object) -> bool:

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from kit import words
 
-from rl_core.config import known_flags, parse_config
+from rl_core.config import known_flags, parse_config, to_yaml
+from rl_core.config.flag_parsing import peers
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Older names of our flags, and other spellings of names.
@@ -33,6 +35,14 @@ agents.address --agents.public_host
 optim.load --optim.init_from
 actors.policy.share --actors.policy.lora_base
 actors.policy.learn_every --actors.policy.update_every
+steps --num_steps
+batch_size --tasks_per_step
+bf16 --learner.dtype=bfloat16
+fp16 --learner.dtype=float16
+use_peft --actors.policy.lora.rank=16
+load_in_4bit --actors.policy.lora.quantize=nf4
+gradient_checkpointing --learner.activations=recompute
+use_wandb --trackers=wandb
 """
 SENTENCES = """
 fsdp FSDP2 shards over all ranks
@@ -103,6 +113,10 @@ actor_num_nodes torchrun's
 ref.num_nodes torchrun's
 trainer.nnodes torchrun's --nproc_per_node
 trainer.n_gpus_per_node torchrun's --nproc_per_node
+actors actors is a section; --help actors lists its flags
+hf_checkpoin did you mean hf_checkpoint? rl_core calls it --model
+neftune_noise_alpa no flag has a similar name
+verbose no flag has a similar name
 """
 # Trainers whose names get answers, and names of their tables that stand for another flag elsewhere,
 # or for a value.
@@ -135,6 +149,17 @@ def answer_to(name: str) -> str:
     with pytest.raises(ValueError, match="unknown flag") as caught:
         parse_config([f"--{name}", "1"])
     return str(caught.value).removeprefix(f"unknown flag --{name}; ")
+
+
+def test_a_switch_of_another_trainer_is_answered_by_a_value_that_its_flag_takes():
+    for ours in filter(re.compile("--.*=").match, peers().values()):
+        config = parse_config(words("--model m --env_path e.py --out o", *words(ours)))
+        assert ours.partition("=")[2] in to_yaml(config)
+
+
+def test_a_section_with_values_is_answered_by_its_flags():
+    with pytest.raises(ValueError, match=r"write --optim\.lr=1e-3 --optim\.schedule=cosine"):
+        parse_config(words("--optim lr=1e-3,schedule=cosine"))
 
 
 def test_most_names_of_the_pages_are_checked():

@@ -278,13 +278,21 @@ SFT, DPO, PPO = "--algorithm sft", "--algorithm dpo", "--algorithm ppo"
 FLAGS = [
     # names, types, ranges
     (MODEL, "--modle x", "unknown flag --modle; did you mean 'model'"),
-    (MODEL, "--modle x --betaa 1", "'model'?; unknown flag --betaa; did you mean 'algo.kl_coef'?"),
+    (
+        MODEL,
+        "--modle x --betaa 1",
+        "'model'?; unknown flag --betaa; did you mean beta? rl_core calls it --algo.kl_coef",
+    ),
     (
         MODEL,
         "--actors.bob.lora.rnk 4",
         "unknown flag --actors.bob.lora.rnk; did you mean 'actors.bob.lora.rank'",
     ),
-    (MODEL, "--betaa 1", "unknown flag --betaa; did you mean 'algo.kl_coef'?"),
+    (
+        MODEL,
+        "--betaa 1",
+        "unknown flag --betaa; did you mean beta? rl_core calls it --algo.kl_coef",
+    ),
     (MODEL, "--n_gpus_per_nod 1", "unknown flag --n_gpus_per_nod; n_gpus_per_node: torchrun's "),
     (
         MODEL,
@@ -304,11 +312,15 @@ FLAGS = [
         "group_size=8",
         "'group_size=8' has no flag before it; write --name value; did you mean 'group_size'",
     ),
-    (MODEL, "--learning_rte 1e-6", "unknown flag --learning_rte; did you mean 'optim.lr'"),
+    (
+        MODEL,
+        "--learning_rte 1e-6",
+        "unknown flag --learning_rte; did you mean learning_rate? rl_core calls it --optim.lr",
+    ),
     (
         MODEL,
         "--zzzqqq 1",
-        "unknown flag --zzzqqq; no flag has a similar name; sections: actors, envs, data, ",
+        "unknown flag --zzzqqq; no flag has a similar name; --help WORD lists flags",
     ),
     (
         MODEL,
@@ -697,6 +709,24 @@ def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
         ), name
     assert "--actors.NAME.{algo.*, critic.*, learner.*, optim.*, sampling.*}" in shown
     assert "{constant, linear, cosine, wsd} [constant]" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "word, flags",
+    [
+        ("lora", ["actors.NAME.lora.rank", "actors.NAME.lora.quantize", "actors.NAME.lora_base"]),
+        ("lr", ["optim.lr", "critic.lr", "actors.NAME.lr"]),
+        ("learning_rate", ["optim.lr"]),
+        ("use_peft", ["actors.NAME.lora.rank"]),
+        ("chat-template-kwargs", ["chat_template_kwargs"]),
+        ("", ["data.train", "optim.lr", "algo.kl_coef", "sampling.temperature", "model"]),
+        ("", ["actors.policy.lora.rank"]),
+    ],
+)
+def test_help_finds_flags_by_a_word_and_first_shows_those_of_most_runs(word, flags):
+    page = help_page(word)
+    assert all(f"\n  --{flag} " in page for flag in flags)
+    assert ("--tasks_per_step" in page) == (word == "")
 
 
 def test_a_row_of_a_table_is_a_choice_without_another_change(monkeypatch):
