@@ -6,10 +6,10 @@
 The last fenced block of a reply is its program, otherwise all of it. Rows as in HumanEval
 (`prompt`, `test`, `entry_point`; a program without that function continues the prompt) or MBPP
 (`test_list`, and `test_setup_code`, `test_imports`; the problem as `prompt`, or `--data.columns
-prompt=text`). Without rows: one-line functions of levels 1 to 3, as `add 3, multiply by 2` -> `def
-f(x): return (x+3)*2`. A hash of the prompt says which tenth is held out. CODE_SYNTAX=0.1 gives
-a tenth of the reward for code that parses and defines the function, not an empty one. Curve on a
-CPU: docs/evidence/curves.md.
+prompt=text`) or KodCode (`test`, a file for pytest). Without rows: one-line functions of levels 1
+to 3, as `add 3, multiply by 2` -> `def f(x): return (x+3)*2`. A hash of the prompt says which tenth
+is held out. CODE_SYNTAX=0.1 gives a tenth of the reward for code that parses and defines the
+function, not an empty one. Curve on a CPU: docs/evidence/curves.md.
 """
 
 import os

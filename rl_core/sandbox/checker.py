@@ -9,10 +9,12 @@ import reprlib
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from types import CodeType, ModuleType
 from typing import Any
 
+from rl_core.sandbox import pytest_files
 from rl_core.sandbox.values import decode, encode, is_same, receive, send
 
 
@@ -49,10 +51,12 @@ class ProgramEnded(Exception):
 
 class Program:
     """Calls into the program. `last` describes the result of the last call, `status` is the status
-    of its failure."""
+    of its failure, `error` its exception and `where` its line."""
 
     def __init__(self, rpc: socket.socket):
         self.rpc, self.last, self.status, self.broken = rpc, "", "wrong", None
+        self.error: Exception | None = None
+        self.where = ""
         try:
             self.read(receive(rpc))
         except Exception as error:
@@ -79,10 +83,11 @@ class Program:
             "object": number,
             "path": path,
             "verb": verb,
-            "args": [encode(a) for a in args],
+            "args": [encode(a, reference) for a in args],
         }
+        kwargs = {k: encode(v, reference) for k, v in (kwargs or {}).items()}
         try:
-            send(self.rpc, request | {"kwargs": {k: encode(v) for k, v in (kwargs or {}).items()}})
+            send(self.rpc, request | {"kwargs": kwargs})
             answer = receive(self.rpc)
         except (EOFError, ConnectionError):
             self.status, self.broken = "ended", ProgramEnded("the program ended before it answered")
@@ -102,21 +107,21 @@ class Program:
 
     def read(self, answer: dict[str, Any], args=()) -> Any:
         if "error" in answer:
-            kinds, where = (
-                list(answer["error"]),
-                f" (line {answer['line']})" if answer.get("line") else "",
-            )
+            kinds = list(map(str, answer["error"]))
+            self.where = f" (line {answer['line']})" if answer.get("line") else ""
             self.status = next((STATUS[kind] for kind in kinds if kind in STATUS), "error")
-            known = [getattr(builtins, str(kind), None) for kind in kinds]
+            known = [getattr(builtins, kind, None) for kind in kinds]
             usable = [
                 k
                 for k in known
                 if isinstance(k, type) and issubclass(k, Exception) and k not in UNFIT
             ]
-            text = str(answer["text"]) + where
+            text = str(answer["text"])
             if self.status != "error" or not usable or kinds[0] != usable[0].__name__:
                 text = f"{kinds[0]}: {text}"
-            raise (usable[0](text) if usable else Exception(text))
+            self.error = usable[0](text) if usable else Exception(text)
+            self.error.kinds = kinds
+            raise self.error
         for number, now in answer.get("changed", {}).items():
             change_in_place(args[int(number)], decode(now))
         return (
@@ -137,6 +142,13 @@ def change_in_place(old: Any, now: Any) -> None:
         old.update(now)
 
 
+def reference(value: Any) -> dict[str, Any]:
+    """JSON of a value that stays in the program. Raises TypeError for others."""
+    if not isinstance(value, Remote):
+        raise TypeError(f"{type(value).__name__} is not a plain value")
+    return {"remote": value._where[1:]}
+
+
 class Remote:
     """A function of the program, or a value of the program that is not plain. Supports calls,
     iteration and attributes. Equals nothing and is neither true nor false, so that no method of the
@@ -150,6 +162,13 @@ class Remote:
         path: tuple[str, ...] = (),
     ):
         self._where = program, name, number, path
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute == "_where":
+            object.__setattr__(self, attribute, value)
+        else:
+            program, name, number, path = self._where
+            program.ask(name, number, (*path, attribute), "set", (value,))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program, name, number, path = self._where
@@ -197,12 +216,15 @@ def stand_in(code: CodeType, names: dict[str, Any], program: Program) -> None:
 
 def check(job: socket.socket, rpc: socket.socket) -> int:
     """Sends each test's result (passed, status, reason) as soon as the result is known, or `broken`
-    if the tests do not compile or `setup` raises."""
+    if the tests do not compile or `setup` raises by its own fault."""
     wanted = receive(job)
     program, names = Program(rpc), {"__name__": "tests"}
     # Tests may write `from program import sum` for a name that is also a builtin.
     sys.modules["program"] = module = ModuleType("program")
     module.__getattr__ = lambda name: Remote(program, name)
+    sys.modules["solution"] = module = ModuleType("solution")
+    module.__getattr__ = partial(imported, program)
+    sys.modules["pytest"] = pytest_files
     try:
         codes = [compile_test(test) for test in wanted["tests"]]
         if wanted["setup"]:
@@ -210,11 +232,21 @@ def check(job: socket.socket, rpc: socket.socket) -> int:
             stand_in(setup, names, program)
             exec(setup, names)
     except Exception as error:
-        send(job, {"broken": f"{type(error).__name__}: {error}"})
-        return 1
+        if error not in (program.error, program.broken):
+            send(job, {"broken": f"{type(error).__name__}: {error}"})
+            return 1
+        program.broken = error
     for test, code in zip(wanted["tests"], codes, strict=True):
         send(job, run_test(test, code, dict(names), program))
     return 0
+
+
+def imported(program: Program, name: str) -> Any:
+    """A name of the module `solution`. Raises NameError or an error of the program."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    value = program.ask(name, None, (), "get")
+    return Remote(program, name) if isinstance(value, Remote) else value
 
 
 def compile_test(test: str | dict[str, Any]) -> CodeType:
@@ -228,13 +260,15 @@ def compile_test(test: str | dict[str, Any]) -> CodeType:
 def run_test(
     test: str | dict[str, Any], code: CodeType, names: dict[str, Any], program: Program
 ) -> dict[str, Any]:
-    program.last, text = "", test if isinstance(test, str) else test["call"]
+    program.last, program.where, text = "", "", test if isinstance(test, str) else test["call"]
     if program.broken is None:
         program.status = "wrong"
     stand_in(code, names, program)
     try:
         if isinstance(test, str):
             exec(code, names)
+            if program.broken is not None:
+                raise program.broken
             return {"passed": True, "status": "ok", "reason": ""}
         value, expected = eval(code, names), decode(test["expected"])
         if not isinstance(value, Remote) and is_same(value, expected):
@@ -246,4 +280,5 @@ def run_test(
         # With status "wrong" the test itself raised, after this call of the program.
         last = f"{program.last}: " if program.status == "wrong" and program.last else ""
         reason = f"{text.strip()[-300:]}: {last}{type(error).__name__}: {error}"
+        reason += program.where
     return {"passed": False, "status": program.status, "reason": reason[:600]}

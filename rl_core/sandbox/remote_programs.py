@@ -30,7 +30,8 @@ from rl_core.scratch import scratch_prefix
 
 IMAGE = "python:3.12"  # With g++ and libseccomp.
 MAX_BOXES = 8  # Boxes of programs of one process.
-MODULES = "checker engines isolation job judging pool programs_main runner sandbox values zygote"
+MODULES = "checker engines isolation job judging pool programs_main pytest_files runner sandbox "
+MODULES += "values zygote"
 CODE = "/rl_core/code"
 BEGIN = f"import sys; sys.path[0] = {CODE!r}; from rl_core.sandbox.programs_main import main; "
 BEGIN += "main(sys.argv[1])"

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from rl_core.sandbox import pytest_files
+
 # Bounds keep the search linear in the length of a reply that repeats a character.
 FENCE = re.compile(r"```[ \t]{0,9}([\w+#]{0,20})[^\n]{0,99}\n(.*?)(?:```|\Z)", re.DOTALL)
 LANGUAGES = {"cpp": "cpp", "c++": "cpp", "cc": "cpp", "bash": "bash", "sh": "bash", "shell": "bash"}
@@ -25,8 +27,9 @@ def code_of(text: str) -> tuple[str, str]:
 
 def function_tests(row: Mapping[str, Any], prompt: str = "") -> tuple[str, list[str]]:
     """(setup, tests) of a row as in HumanEval (`test`, `entry_point`, and `prompt` with helpers) or
-    MBPP (`test_list`, and `test_setup_code`, `test_imports`, `code`). Each assert of HumanEval's
-    check() is a test, after the statements between."""
+    MBPP (`test_list`, and `test_setup_code`, `test_imports`, `code`), or in KodCode, whose `test`
+    is a file for pytest that imports from `solution`. Each assert of HumanEval's check() is a test,
+    after the statements between; each function or method test_* of a file is one."""
     if row.get("test_list"):
         defined = (
             set(re.findall(r"^def (\w+)", row.get("code", ""), re.MULTILINE))
@@ -39,10 +42,13 @@ def function_tests(row: Mapping[str, Any], prompt: str = "") -> tuple[str, list[
     if not row.get("test"):
         raise ValueError(
             f"a row with {', '.join(row)} has no tests; give `test_list`, or `test` and "
-            "`entry_point`"
+            "`entry_point`, or a file for pytest as `test`"
         )
+    tree = ast.parse(row["test"])
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
+        return pytest_tests(row["test"], tree)
     name, setup, tests = row["entry_point"], [], []
-    for node in [*ast.parse(prompt).body, *ast.parse(row["test"]).body]:
+    for node in [*ast.parse(prompt).body, *tree.body]:
         if isinstance(node, ast.FunctionDef) and node.name == "check":
             check = node
         elif not (isinstance(node, ast.FunctionDef) and node.name == name):
@@ -58,6 +64,29 @@ def function_tests(row: Mapping[str, Any], prompt: str = "") -> tuple[str, list[
             f"check() of {name} holds no assert, so every program would pass; give a row with tests"
         )
     return "\n".join(setup), tests
+
+
+def pytest_tests(text: str, tree: ast.Module) -> tuple[str, list[str]]:
+    """(setup, tests) of a file for pytest. Raises ValueError if there are none, or for a name of
+    pytest that rl_core.sandbox.pytest_files lacks."""
+    names = []
+    for node in tree.body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        functions = [each.name for each in inner if isinstance(each, ast.FunctionDef)]
+        names += [prefix + name for name in functions if name.startswith("test")]
+    if not names:
+        raise ValueError(
+            f"test={text[:99]!r} has no function check() or test_*; give a row with tests"
+        )
+    used = set(re.findall(r"\bpytest\.(\w+)", text))
+    if unknown := sorted(used - vars(pytest_files).keys()):
+        raise ValueError(
+            f"test uses pytest.{unknown[0]}, which is not supported; leave the row out"
+        )
+    names = list(dict.fromkeys(names))
+    ends = f"import pytest as _pytest\n_pytest.collect(globals(), {names!r})"
+    return f"{text}\n{ends}", [f"_pytest.play(globals(), {name!r})" for name in names]
 
 
 def stdin_tests(row: Mapping[str, Any]) -> list[tuple[str, str]]:

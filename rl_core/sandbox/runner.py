@@ -13,6 +13,9 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import reduce
 from typing import Any
 
 from rl_core.sandbox.values import decode, encode, read_frame, receive, send, write_frame
@@ -135,25 +138,30 @@ def answer_call(
 ) -> dict[str, Any]:
     """Returns the plain value of a call, or the number of an object that stays here, and the
     arguments that the call changed."""
-    if request["name"] is not None and request["name"] not in names:
-        raise NameError(f"name {request['name']!r} is not defined")
-    target = names[request["name"]] if request["name"] is not None else objects[request["object"]]
-    for attribute in request["path"]:
-        target = getattr(target, attribute)
-    args = [decode(value) for value in request["args"]]
-    verb = request["verb"]
+
+    def remote(name: str | None, number: int | None, path: Sequence[str]) -> Any:
+        if name is not None and name not in names:
+            raise NameError(f"name {name!r} is not defined")
+        target = names[name] if name is not None else objects[number or 0]
+        return reduce(getattr, path, target)
+
+    args = [decode(value, remote) for value in request["args"]]
+    verb, path = request["verb"], request["path"]
+    target = remote(request["name"], request["object"], path[:-1] if verb == "set" else path)
     if verb == "call":
-        value = target(*args, **{name: decode(value) for name, value in request["kwargs"].items()})
+        kwargs = {name: decode(value, remote) for name, value in request["kwargs"].items()}
+        value = target(*args, **kwargs)
+    elif verb == "set":
+        value = setattr(target, path[-1], args[0])
     elif verb == "list":
         value = list(target)
     else:
         value = target
-    after = [encode(arg) for arg in args]
-    changed = {
-        n: now
-        for n, (now, before) in enumerate(zip(after, request["args"], strict=True))
-        if now != before
-    }
+    changed = {}
+    for number, (arg, before) in enumerate(zip(args, request["args"], strict=True)):
+        with suppress(TypeError):  # An argument with values of the program.
+            if (now := encode(arg)) != before:
+                changed[number] = now
     try:
         return {"value": encode(value), "changed": changed}
     except TypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 MAX_FRAME = 64 << 20  # Bytes.
@@ -12,10 +13,10 @@ TAGS = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MAKERS = {name: kind for kind, name in TAGS.items()}
 
 
-def encode(value: Any) -> Any:
+def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """JSON of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict. A
-    subclass is written as the builtin type, by that type's own methods. Raises TypeError for
-    anything else."""
+    subclass is written as the builtin type, by that type's own methods. `other` gives the JSON of
+    anything else; without it TypeError is raised."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -26,32 +27,37 @@ def encode(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, list):
-        return [encode(item) for item in list.__iter__(value)]
+        return [encode(item, other) for item in list.__iter__(value)]
     if isinstance(value, dict):
-        return {"dict": [[encode(k), encode(v)] for k, v in dict.items(value)]}
+        return {"dict": [[encode(k, other), encode(v, other)] for k, v in dict.items(value)]}
     for kind, name in TAGS.items():
         if isinstance(value, kind):
-            return {name: [encode(item) for item in kind.__iter__(value)]}
+            return {name: [encode(item, other) for item in kind.__iter__(value)]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if type(value).__module__ == "numpy":
-        return encode(value.tolist())
+        return encode(value.tolist(), other)
+    if other is not None:
+        return other(value)
     raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
-def decode(data: Any) -> Any:
-    """The value that encode() wrote. Raises ValueError or TypeError for anything else."""
+def decode(data: Any, remote: Callable[..., Any] | None = None) -> Any:
+    """The value that encode() wrote. `remote` resolves references to values of the program. Raises
+    ValueError or TypeError for anything else."""
     if isinstance(data, list):
-        return [decode(item) for item in data]
+        return [decode(item, remote) for item in data]
     if not isinstance(data, dict):
         return data
     [(name, inner)] = data.items()
     if name == "dict":
-        return {decode(key): decode(value) for key, value in inner}
+        return {decode(key, remote): decode(value, remote) for key, value in inner}
     if name in MAKERS:
-        return MAKERS[name](map(decode, inner))
+        return MAKERS[name](decode(item, remote) for item in inner)
+    if name == "remote" and remote is not None:
+        return remote(*inner)
     makers = {
         "int": lambda text: int(text, 16),
         "bytes": bytes.fromhex,

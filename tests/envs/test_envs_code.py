@@ -81,6 +81,101 @@ def test_rows_of_humaneval_and_mbpp_are_scored_by_their_tests(reply, earned):
     assert reward("code", MBPP, reply) == earned
 
 
+PYTEST = """import pytest
+from solution import Stack, half, joined, TooBig
+
+@pytest.fixture
+def stack():
+    made = Stack()
+    made.push(3)
+    yield made
+
+@pytest.mark.parametrize("n, expected", [(1, 0.5), (3, 1.5), pytest.param(0.2, 0.1, id="small")])
+def test_halves(n, expected):
+    assert half(n) == pytest.approx(expected)
+
+def test_errors():
+    with pytest.raises(ValueError, match="^no half of None$") as caught:
+        half(None)
+    assert str(caught.value) == "no half of None"
+    with pytest.raises(TooBig):
+        half(10**9)
+
+def test_any_error():
+    with pytest.raises(Exception):
+        half("x")
+
+def test_a_stack(stack):
+    assert stack.pop() == 3
+    with pytest.raises((IndexError, KeyError)):
+        stack.pop()
+
+class TestObjects:
+    def setup_method(self):
+        self.first, self.second = Stack(), Stack()
+
+    def test_an_object_is_an_argument_and_has_attributes(self):
+        self.first.items = [1]
+        self.second.push(2)
+        assert joined([self.first, self.second]).items == [1, 2]
+"""
+SOLVED = """class TooBig(Exception): pass
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+def half(n):
+    if n is None: raise ValueError("no half of None")
+    if n > 10**6: raise TooBig
+    return n / 2
+def joined(stacks):
+    made = Stack()
+    made.items = sum((stack.items for stack in stacks), [])
+    return made
+"""
+
+
+@pytest.mark.parametrize(
+    "reply, earned",
+    [
+        (SOLVED, 1.0),
+        (SOLVED.replace("n / 2", "n // 2"), 0.8),
+        (SOLVED.replace("half of", "part of"), 0.8),
+        (SOLVED.replace("(Exception)", "(BaseException)").replace("raise TooBig", "exit()"), 0.8),
+        (SOLVED.replace("self.items.pop()", "3"), 0.8),
+        (SOLVED.replace("stacks), []", "stacks[:1]), []"), 0.8),
+        (SOLVED.replace("if n is", "if n == 'x': import os; os._exit(0)\n    if n is"), 0.4),
+        (SOLVED.replace("if n is", "if n == 'x': exit()\n    if n is"), 0.8),
+        (SOLVED.replace("def joined", "def join"), 0.0),
+        (SOLVED + "raise IndexError", 0.0),
+        (SOLVED + "import os; os._exit(0)", 0.0),
+        (SOLVED + "exit()", 0.0),
+        ("class Any:\n    __getattr__ = __call__ = __eq__ = lambda *_: Any()\n"
+         "Stack = half = joined = TooBig = Any()", 0.0),
+        ("import sys, types\nfake = sys.modules['pytest'] = types.ModuleType('pytest')\n"
+         "fake.play = fake.raises = fake.approx = print\nStack = half = joined = TooBig = print", 0.0),
+        ("import solution\nfrom pytest import *", 0.0),
+        ("", 0.0),
+    ],
+)  # fmt: skip
+def test_rows_of_kodcode_are_scored_by_their_files_for_pytest(reply, earned):
+    assert reward("code", {"question": "Write it.", "test": PYTEST, "style": "x"}, reply) == earned
+
+
+@pytest.mark.parametrize(
+    "test, error",
+    [
+        ("def test_it(capsys): assert f() == 1", "asks for capsys, which is not a fixture"),
+        ("import pytest\ndef test_it(): pytest.warns(f)", "pytest.warns, which is not supported"),
+        ("from solution import f", "has no function check"),
+        ("import absent\ndef test_it(): assert f() == 1", "No module named 'absent'"),
+    ],
+)
+def test_a_file_for_pytest_that_cannot_run_is_no_fault_of_the_program(test, error):
+    row = {"question": "Write it.", "test": test}
+    assert error in stage.error_of(env_of("code"), "def f(): return 1", row=row, max_tokens=500)
+
+
 def test_a_reply_of_the_body_alone_continues_the_prompt():
     assert reward("code", HUMANEVAL, "    return helper(x) + x - 1\n") == 1.0
 
