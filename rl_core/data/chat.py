@@ -142,14 +142,16 @@ class Chat:
         """Raises ValueError for a variable that the template does not read."""
         if not names:
             return
-        for name in sorted(set(names).difference(self._template_words)):
+        for name in sorted(set(names).difference(self.template_words)):
             raise ValueError(
                 f"{where}: the chat template does not read {name!r}; "
-                f"{nearest(name, self._template_words)}"
+                f"{nearest(name, self.template_words)}"
             )
 
     @cached_property
-    def _template_words(self) -> list[str]:
+    def template_words(self) -> list[str]:
+        """Lower-case words of the template, among which are the keys and variables that it
+        reads."""
         return re.findall(r"[a-z]\w+", str(self.chat_template))
 
     def render(

@@ -344,15 +344,26 @@ def is_named(text: str) -> bool:
 
 def holds_image(value: object) -> bool:
     """True if a column of any name has images: pixels, or paths of files."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return any(map(is_picture_or_name, values))
+    return holds_pixels(value) or any(map(is_image_name, values_of(value)))
 
 
-def is_picture_or_name(value: object) -> bool:
-    if isinstance(value, dict):  # datasets.Image has both bytes and a name.
-        return any(is_picture_or_name(value.get(key)) for key in ("bytes", "path"))
-    is_name = isinstance(value, str) and is_named(value) and not re.search(r"\s", value)
-    return is_name or is_picture(value)
+def holds_pixels(value: object) -> bool:
+    """True for images of PIL, data: URLs, and datasets.Image's bytes."""
+    return any(is_picture(each) or is_image_url(each) for each in values_of(value))
+
+
+def is_image_name(value: object) -> bool:
+    return isinstance(value, str) and is_named(value) and not re.search(r"\s", value)
+
+
+def values_of(value: object) -> list[object]:
+    """The images of a column: the items of a list; the bytes, else the name, of datasets.Image."""
+    images: list[object] = []
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, dict) and "path" in each:
+            each = each["bytes"] if isinstance(each.get("bytes"), bytes) else each["path"]
+        images.append(each)
+    return images
 
 
 def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:

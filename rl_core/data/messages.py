@@ -52,6 +52,11 @@ TRAIN_KEYS = (
     *("loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask"),
 )
 MASKED_KEYS = ("masked",)
+# Keys of a canonical message.
+MESSAGE_KEYS = (
+    *("role", "content", "reasoning_content", "tool_calls"),
+    *("train", "name", "tool_call_id"),
+)
 NOT_READ = (
     "is not supported: models are trained on text and images, not on video, audio or files; "
     "give its content as text, or remove it"
@@ -128,17 +133,19 @@ def set_trained(message: Message, where: str, notes: list[str]) -> None:
     if not is_trained:
         message["train"] = False
     if isinstance(message.get("mask"), (bool, int, float)):
-        raise ValueError(f"'mask' says in some formats that a message is trained; {GIVE_TRAIN}")
+        raise ValueError(f"'mask' may say that it is trained, or that it is not; {GIVE_TRAIN}")
     spans = message.pop("train_detail", None)  # Axolotl's name for parts of a text
     for parts in (spans, message.get("content")):
         for item in parts if isinstance(parts, (list, tuple)) else ():
             flags = item if isinstance(item, dict) else {}
             for key in TRAIN_KEYS:
                 if flags.get(key) is not None and not read_flag(key, flags[key]):
-                    raise ValueError(f"{key!r} of a part of a message is false; {GIVE_TRAIN}")
+                    raise ValueError(
+                        f"{key!r} of a part is false: messages are trained whole; {GIVE_TRAIN}"
+                    )
 
 
-GIVE_TRAIN = 'a message is trained as a whole or not: give it "train": true or false instead'
+GIVE_TRAIN = 'give the message "train": true or false instead'
 
 
 def read_flag(key: str, value: JSON) -> bool:

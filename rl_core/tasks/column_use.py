@@ -6,24 +6,21 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import cast
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat, unmarked
+from rl_core.data.chat import Chat
 from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
-from rl_core.data.images import IMAGE_COLUMNS, MARK, has_image, holds_image, with_images
-from rl_core.data.messages import text_of
+from rl_core.data.images import IMAGE_COLUMNS, SIDE_IMAGES, holds_image, with_images
+from rl_core.data.messages import MESSAGE_KEYS, text_of
 from rl_core.data.preference_pairs import PAIR, pair_messages
-from rl_core.data.rendering import PROBE
 from rl_core.data.row_forms import read_form
 from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tasks import (
     CONTEXT_COLUMNS,
     CONVERSATIONS,
-    LEFT_OUT,
     PROMPT_COLUMNS,
     SYSTEM_COLUMNS,
     TaskSource,
@@ -31,56 +28,36 @@ from rl_core.data.tasks import (
     row_tools,
     row_variables,
 )
-from rl_core.data.thoughts import MARKS
 from rl_core.sampling.env import Env
+from rl_core.tasks.row_remarks import (
+    ABOUT,
+    ReadRow,
+    image_remarks,
+    is_filled,
+    label_remarks,
+    mark_remarks,
+    reply_remarks,
+    template_marks,
+    tool_remarks,
+)
 from rl_core.types import JSON, Message, Row
 
 NUM_ROWS = 200  # The first rows of a data set are looked at.
 # Columns of prompts; other columns that a row's samples are made of hold labels.
-OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, "context"}
+OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, *SIDE_IMAGES, "context"}
 INSTRUCTIONS = re.compile(
-    "system|instruct|persona|context|guideline|passage|article|document|story|starter|"
-    "^(options|choices)$|^op(tion_?)?[a-e]$",
+    "system|instruct|persona|context|guideline|passage|article|document|story|starter|hint|"
+    "premise|hypothesis|lecture|initial_reason|(^|_)tables?$|^(options|choices)$|"
+    "^op(tion_?)?[a-e]$",
     re.I,
 )
-TOOLS = re.compile("^(available_tools|functions|function_descriptions?)$", re.I)
-# Columns about others, such as context_id.
-ABOUT = re.compile("_(ids?|id_list|type|source|num|len|length)$", re.I)
-REPLIES = ("response", "completion", "output", "solution", "answer")
-REASONS = re.compile("^solution$|reason|think|thought|rationale|explanation|(^|_)cot($|_)", re.I)
-MIN_REPLY_CHARS = 20  # A shorter text may be at the end of a prompt by chance.
-BETWEEN_MARKS = re.compile(r"(?<=[>\]])(?=[<\[])")
-# Columns of the scores of the two replies of a pair.
-SCORES = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen_rating", "rejected_rating"),
+# Columns that hold the prompt of some sets in which `prompt` holds something else.
+OTHER_PROMPTS = re.compile(
+    "^(query|user_prompt|(problem|task)_(statement|description)|question_content)$", re.I
 )
-
-
-class ReadRow(dict):
-    """A row that keeps the names of its columns of which a value was read."""
-
-    def __init__(self, row: Row):
-        super().__init__(row)
-        self.read: dict[str, None] = {}
-        self.made: set[str] = set()  # Columns that were made of others.
-
-    def __or__(self, made: Row) -> ReadRow:
-        """The row with columns made of others. Reading these adds no name."""
-        row = ReadRow(super().__or__(made))
-        row.read, row.made = self.read, self.made
-        row.made |= made.keys()
-        return row
-
-    def __getitem__(self, name: str) -> JSON:
-        return self.get(name) if name in self else super().__getitem__(name)
-
-    def get(self, name: str, default: JSON = None) -> JSON:
-        value = super().get(name, default)
-        if is_filled(value) and name not in self.made:
-            self.read[name] = None
-        return value
+MEDIA = ("video", "videos", "audio", "audios")
+LONG_CHARS = 200  # Texts of other columns that nothing reads are named from this length on.
+TOOLS = re.compile("^(available_tools|functions|function_descriptions?)$", re.I)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,12 +71,12 @@ class ColumnUse:
     # Number of rows by unread column that may be part of their prompt.
     lost: Counter[str] = field(default_factory=Counter)
     nested: set[str] = field(default_factory=set)  # Lost columns of lists or objects.
+    # Number of rows by another unread column of long texts or lists, and by key of an assistant's
+    # message that neither rl_core nor the chat template reads.
+    long: Counter[str] = field(default_factory=Counter)
+    keys: Counter[str] = field(default_factory=Counter)
     # Numbers of the rows, from 0, by remark on their messages.
     remarks: dict[str, list[int]] = field(default_factory=dict)
-
-
-def is_filled(value: JSON) -> bool:
-    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
 
 
 def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:
@@ -123,6 +100,7 @@ def column_use(
     use, read, filled = ColumnUse(), {}, {}
     columns = config.data.columns if source.files else {}
     of_hooks = hook_columns(env) if env else set()
+    sees_all = env is not None and sees_rows(env)
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.
     marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
@@ -138,10 +116,15 @@ def column_use(
         used = row.read.keys() | row.made | of_hooks | roots(original, columns)
         lost = lost_columns(config, row, messages, used)
         use.lost.update(lost)
+        if not sees_all:
+            use.long.update(long_columns(row, messages, used.union(lost)))
+        if not config.is_rl:
+            use.keys.update(unread_keys(chat, messages))
         use.nested.update(name for name in lost if not isinstance(dict.get(row, name), str))
         remarks = [*reply_remarks(config, row, messages, notes, used)]
         remarks += [*mark_remarks(chat, marks, messages), *label_remarks(config, row)]
         remarks += image_remarks(chat, row, messages, used)
+        remarks += tool_remarks(row, messages) if not config.is_rl else ()
         for remark in remarks:
             use.remarks.setdefault(remark, []).append(index)
     if filled:
@@ -188,6 +171,11 @@ def hook_columns(env: Env) -> set[str]:
     return names.union(*(prompt.columns for prompt in env.turn_loop.system_prompts.values()))
 
 
+def sees_rows(env: Env) -> bool:
+    """True if a hook gets the whole row."""
+    return any(hook.takes_all or "task" in hook.named for hook in env.hooks.values())
+
+
 def roots(row: Row, columns: dict[str, str]) -> set[str]:
     """The columns of a row that are read by another name, as a whole or by a path."""
     paths = columns.values()
@@ -204,13 +192,39 @@ def lost_columns(
     names = []
     for name, value in dict.items(row):
         is_prompt = name in PROMPT_COLUMNS
-        is_named = INSTRUCTIONS.search(name) and not ABOUT.search(name)
+        is_named = OTHER_PROMPTS.search(name) or INSTRUCTIONS.search(name) or name in MEDIA
+        is_named = is_named and not ABOUT.search(name)
         if name in used or not (is_prompt or is_named or TOOLS.search(name)):
             continue
         is_lost = any(text.strip() not in conversation for text in texts_in(value))
+        is_lost = is_lost or (name in MEDIA and is_filled(value))
         if is_lost or (is_told and is_prompt and is_filled(value)):
             names.append(name)
     return names
+
+
+def long_columns(row: ReadRow, messages: list[Message], known: set[str]) -> Iterator[str]:
+    """Other columns with a long text, or a list, that is not in the messages."""
+    texts = [text_of(message).strip() for message in messages]
+    conversation = "\n".join(texts)
+    for name, value in dict.items(row):
+        if name in known or holds_image(value) or not is_filled(value):
+            continue
+        lost = [text for text in texts_in(value) if text.strip() not in conversation]
+        if isinstance(value, (list, tuple)):
+            is_long = bool(lost) or not any(texts_in(value))
+        else:  # A text with all messages renders them.
+            is_copy = isinstance(value, str) and all(text in value for text in texts)
+            is_long = sum(map(len, lost)) >= LONG_CHARS and not is_copy
+        if is_long:
+            yield name
+
+
+def unread_keys(chat: Chat | None, messages: list[Message]) -> set[str]:
+    """Keys of assistants' messages that nothing reads."""
+    words = chat.template_words if chat else ()
+    keys = {key for each in messages if each["role"] == "assistant" for key in each}
+    return keys.difference(MESSAGE_KEYS, words)
 
 
 def texts_in(value: JSON) -> Iterator[str]:
@@ -222,116 +236,14 @@ def texts_in(value: JSON) -> Iterator[str]:
             yield from texts_in(each)
 
 
-def reply_remarks(
-    config: Config, row: ReadRow, messages: list[Message], notes: list[str], used: set[str]
-) -> Iterator[str]:
-    """Remarks on replies that are left out, that prompts end with, or whose thoughts are not
-    read."""
-    for column in CONVERSATIONS:
-        if (note := LEFT_OUT.format(column)) in notes:
-            yield f"{note}; --data.columns prompt={column} keeps them"
-    prompt = next((name for name in PROMPT_COLUMNS if name in row.read), "")
-    if prompt in ("", *CONVERSATIONS):
-        return
-    asked = [text_of(message).rstrip() for message in messages if message["role"] == "user"]
-    others = [name for name in PROMPT_COLUMNS if name not in ("input", prompt) and row.get(name)]
-    conversation = "\n".join(map(text_of, messages))
-    can_be_reason = config.algorithm == "sft" and "reasoning_content" not in messages[-1]
-    for name, value in dict.items(row):
-        text = value.strip() if isinstance(value, str) else ""
-        if name in REPLIES and len(text) >= MIN_REPLY_CHARS and asked and asked[-1].endswith(text):
-            fix = f"{others[0]}={others[0]}" if others else "prompt=NAME"
-            yield (
-                f"column {prompt!r} ends with the text of {name!r}, so that prompts give it away; "
-                f"--data.columns {fix} reads another prompt"
-            )
-        is_reason = REASONS.search(name) and not ABOUT.search(name) and name not in used
-        is_longer = len(text) > len(text_of(messages[-1])) and text not in conversation
-        if can_be_reason and is_reason and is_longer:
-            yield (
-                f"column {name!r} is longer than the reply and not read; --data.columns "
-                f"response={name} or reasoning_content={name} trains it"
-            )
-
-
-def image_remarks(
-    chat: Chat | None, row: ReadRow, messages: list[Message], used: set[str]
-) -> Iterator[str]:
-    """Remarks on images in columns that nothing reads, and on marks of images that are text."""
-    others = [name for name in row if name not in used and holds_image(dict.get(row, name))]
-    for name in others:
-        yield (
-            f"column {name!r} holds an image that nothing reads; --data.columns image={name} puts "
-            "it into the prompt"
-        )
-    is_blind = chat is None or isinstance(chat.vision, str)
-    if is_blind or others or any(map(has_image, messages)):
-        return
-    if any(MARK in text_of(message) for message in messages):
-        yield (
-            f"the prompt has the mark {MARK}, which is read as text: the row has no column "
-            "'image' or 'images'; --data.columns image=NAME names another one"
-        )
-
-
-def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:
-    """Remarks on columns that mark a reply as bad."""
-    if config.algorithm == "sft" and str(dict.get(row, "label")).lower() == "false":
-        yield (
-            "column 'label' is false, which marks a bad reply in KTO's data sets, and SFT trains "
-            "it; leave these rows out, or make pairs for --algorithm dpo"
-        )
-    for names in SCORES if not config.is_rl else ():
-        chosen, rejected = (dict.get(row, name) for name in names)
-        if not isinstance(chosen, (int, float)) or not isinstance(rejected, (int, float)):
-            continue
-        if chosen < rejected:
-            yield (
-                f"column {names[0]!r} is below {names[1]!r}: the worse reply is preferred; leave "
-                "these rows out, or if all are so, --data.columns "
-                "chosen=rejected,rejected=chosen"
-            )
-
-
-def template_marks(chat: Chat) -> re.Pattern[str]:
-    """Special tokens, and the lines that the template writes around a message."""
-    rendered = PROBE
-    with suppress(ValueError):  # The template refuses a lone message.
-        rendered = unmarked(chat.render([{"role": "user", "content": PROBE}]))
-    before, _, behind = rendered.partition(PROBE)
-    lines = [before.rpartition("\n")[2], *behind.split("\n")]
-    pieces = [piece.strip() for line in lines for piece in re.split(BETWEEN_MARKS, line)]
-    thoughts = {*MARKS, *MARKS.values()}
-    marks = [re.escape(p) for p in pieces if len(p) > 2 and p not in thoughts]
-    marks = [mark for mark in marks if re.search(r"[^\w\s]", mark)]
-    # Special tokens come first, because a line may begin with one.
-    return re.compile("|".join([chat.special_token.pattern, *marks]))
-
-
-def mark_remarks(
-    chat: Chat | None, marks: re.Pattern[str] | None, messages: list[Message]
-) -> Iterator[str]:
-    """A remark on messages that are not replies and that have a mark of the template."""
-    texts = [text_of(message) for message in messages if message["role"] != "assistant"]
-    matches = [marks.search(text) for text in texts] if marks else []
-    mark = next((match[0] for match in matches if match), None)
-    if mark is None or chat is None:
-        return
-    effect = "begins another message for the model"
-    if mark in chat.special_ids:
-        effect = "is read as text, and no message begins or ends there"
-    yield (
-        f"the prompt has {mark!r}, a mark of the chat template, which {effect}; remove it, or "
-        "give the conversation as a list in column 'messages'"
-    )
-
-
 def fix_of(name: str, use: ColumnUse) -> str:
     """Advice to read a lost column."""
     prompt = [column.partition("=")[0] for column in use.prompt]
     prompts = [column for column in prompt if column in PROMPT_COLUMNS]
     system = [column for column in SYSTEM_COLUMNS if column in prompt]
-    if name in PROMPT_COLUMNS:
+    if name in MEDIA:
+        return "models are trained on text and images: leave out rows that need it"
+    if name in PROMPT_COLUMNS or OTHER_PROMPTS.search(name):
         fix = f"--data.columns prompt={name} reads it"
         return fix if prompts else f"it is read where {' and '.join(PAIR)} are replies alone"
     if TOOLS.search(name):

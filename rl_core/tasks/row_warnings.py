@@ -109,6 +109,16 @@ def column_warnings(
                     f"column {column!r}, which {num} {among} have, is not read: prompts are made "
                     f"of {', '.join(use.prompt)}; {fix_of(column, use)}"
                 )
+        if others := [repr(column) for column in use.long if is_new(source, column)]:
+            yield (
+                f"nothing reads the long texts or lists in {', '.join(others)} {among}; "
+                "--data.columns NAME=COLUMN reads one (docs/runs.md)"
+            )
+        if keys := [repr(key) for key in use.keys if is_new(source, f"key {key}")]:
+            yield (
+                f"nothing reads the keys {', '.join(keys)} of assistants' messages {among}; "
+                '"train": false leaves a message out of the loss (docs/sft.md)'
+            )
         replaced = [column for column in SYSTEM_COLUMNS if column in use.prompt]
         if env and env.turn_loop.system_prompts and replaced and is_new(source, "system_prompts"):
             yield (

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # File and code of the environment that RL uses if --env_path is absent.
 NO_ENV = "prompts.py"
-REWARD = "def reward_fn(messages):\n    return 0.0\n"
+REWARD = "def reward_fn(**columns):\n    return 0.0\n"
 
 
 def main(argv: list[str]) -> int:

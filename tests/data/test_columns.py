@@ -146,11 +146,20 @@ def test_images_of_a_row_belong_to_its_prompt(algorithm, column, env):
     "columns, remark",
     [
         ({"shot": Image.new("RGB", (8, 8))}, "column 'shot' holds an image that nothing reads"),
+        ({"shot": {"bytes": None, "path": "a/b.png"}}, "column 'shot' holds an image"),
+        ({"shot": [{"bytes": "x", "path": "b.png"}]}, "column 'shot' holds an image"),
+        ({"image_path": "a/b.PNG"}, "--data.columns image=image_path puts it into the prompt"),
+        ({"img": ["b.jpg", "c.jpg"]}, "column 'img' holds an image"),
+        ({"about": "It looks like b.jpg"}, ""),
+        ({"image_path": "b.png", "image": Image.new("RGB", (8, 8))}, ""),
+        ({"image_2": Image.new("RGB", (8, 8)), "image": Image.new("RGB", (8, 8))},
+         "column 'image_2' holds an image"),
+        ({"rejected_images": [Image.new("RGB", (8, 8))]}, "column 'rejected_images' holds an image"),
         ({"answer": Image.new("RGB", (8, 8))}, ""),
         ({"prompt": "<image>2+2?"}, "has the mark <image>, which is read as text"),
         ({"prompt": "<image>2+2?", "image": Image.new("RGB", (8, 8))}, ""),
     ],
-)
+)  # fmt: skip
 def test_images_that_no_prompt_has_are_remarked(columns, remark, env):
     config = Config(algorithm="grpo", tasks_per_step=1)
     rows = [{"prompt": "2+2?"} | columns] * 3
@@ -320,6 +329,12 @@ def test_a_prompt_that_ends_with_its_reply_is_said(algorithm, env):
 REMARKED = {
     "kto": ("sft", ASKED | {"completion": "It is 5.", "label": False}, "column 'label' is false"),
     "kto, text": ("sft", ASKED | {"response": "5", "label": "False"}, "column 'label' is false"),
+    "is_correct": ("sft", ASKED | {"response": "5", "is_correct": False}, "column 'is_correct' is"),
+    "resolved": ("sft", {"messages": TALK, "resolved": 0}, "filter(lambda row: row['resolved'])"),
+    "target": ("sft", {"messages": TALK, "target": False}, "column 'target' is false"),
+    "target, a number": ("sft", {"messages": TALK, "target": 0}, ""),
+    "weight": ("sft", ASKED | {"response": "5", "weight": 0.0}, "column 'weight' is false"),
+    "resolved, RL": ("grpo", ASKED | {"resolved": False}, ""),
     "kto, good": ("sft", ASKED | {"completion": "It is 4.", "label": True}, ""),
     "kto, prompts": ("grpo", ASKED | {"label": False}, ""),
     "scores": ("dpo", PREFERRED | {"score_chosen": 2, "score_rejected": 8.5}, "'score_chosen' is"),
@@ -333,7 +348,8 @@ REMARKED = {
 def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
     algorithm, row, remark = REMARKED[name]
     config = Config(algorithm=algorithm, tasks_per_step=1)
-    good = {key: value for key, value in row.items() if key not in ("label", "chosen_rating")}
+    marks = ("label", "chosen_rating", "is_correct", "resolved", "target", "weight")
+    good = {key: value for key, value in row.items() if key not in marks}
     good |= {key: 9 for key in ("score_chosen", "chosen_score") if key in row}
     source = source_of([good, row, row], is_pairs=algorithm in PAIRS)
     lines = warnings_of(config, env, source)
@@ -344,6 +360,71 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
     assert sum("such as row" in line for line in lines) == bool(remark)
 
 
+CALL = {"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {}}]}
+TEXT_CALL = {"role": "assistant", "content": '<tool_call>{"name": "clock"}</tool_call>'}
+CALLED = {"messages": [TALK[0], CALL]}
+UNKNOWN = "replies call a tool that neither column 'tools' nor a message names"
+
+
+@pytest.mark.parametrize(
+    "algorithm, row, warning",
+    [
+        ("sft", CALLED, f"{UNKNOWN}; give the rows a column 'tools'"),
+        ("sft", {"messages": [TALK[0], TEXT_CALL]}, UNKNOWN),
+        ("sft", CALLED | {"metadata": {"tools": CLOCK}}, "--data.columns tools=metadata.tools"),
+        ("sft", CALLED | {"extra": json.dumps({"functions": [1]})}, "tools=extra.functions reads"),
+        ("sft", {"messages": [{"role": "system", "content": "a", "tools": CLOCK}, *CALLED["messages"]]},
+         "tools=messages.0.tools reads them"),
+        ("dpo", PREFERRED | {"chosen": [TALK[0], CALL]}, UNKNOWN),
+        ("sft", CALLED | {"tools": CLOCK}, ""),
+        ("sft", {"messages": [{"role": "system", "content": "clock()"}, *CALLED["messages"]]}, ""),
+        ("grpo", CALLED, ""),
+    ],
+)  # fmt: skip
+def test_calls_of_tools_that_no_prompt_names_are_said(algorithm, row, warning, env):
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    lines = warnings_of(config, env, source_of([row] * 2))
+    lines = [line for line in lines if "left out of the prompt" not in line]
+    assert [warning in line for line in lines] == [True] * bool(warning), lines
+
+
+LONG = "Add the numbers. " * 20
+SCORED = {"role": "assistant", "content": "It is 4.", "quality": 3, "name": "ann"}
+
+
+@pytest.mark.parametrize(
+    "algorithm, row, named",
+    [
+        ("sft", {"messages": TALK, "anything": LONG}, "in 'anything' of"),
+        ("dpo", PREFERRED | {"full_chosen": LONG, "steps": ["a"]}, "in 'full_chosen', 'steps' of"),
+        ("grpo", {"prompt": "2+2?", "answer": [LONG], "tests": [[1, 2]]}, "in 'tests' of"),
+        ("grpo", {"prompt": "2+2?", "solution": {"code": LONG}}, "in 'solution' of"),
+        (
+            "sft",
+            {"messages": TALK, "note": LONG[:150], "tags": [], "id": 3, "meta": {"a": "b"}},
+            "",
+        ),
+        ("sft", {"messages": TALK, "problem": "2+2?", "turns": ["2+2?", "It is 4."]}, ""),
+        ("sft", {"messages": TALK, "text": f"{LONG}### 2+2?\n\n### It is 4."}, ""),
+        ("sft", {"messages": [TALK[0], SCORED]}, "the keys 'quality' of assistants' messages"),
+        ("grpo", {"prompt": [TALK[0], SCORED, TALK[0]]}, ""),
+    ],
+)
+def test_what_nothing_reads_is_named_once_whatever_its_name(algorithm, row, named, env):
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    source = source_of([row] * 2)
+    lines = warnings_of(config, env, source, source)
+    lines = [line for line in lines if "held-out" not in line]
+    assert [named in line for line in lines] == [True] * bool(named), lines
+
+
+@pytest.mark.parametrize("parameter", ["task", "**columns"])
+def test_columns_of_a_hook_that_gets_all_of_a_row_are_not_named(parameter, tmp_path):
+    (tmp_path / "env.py").write_text(f"def reward_fn(completion, {parameter}): return 1.0")
+    source = source_of([{"prompt": "2+2?", "anything": LONG}])
+    assert not warnings_of(Config(tasks_per_step=1), load_env(str(tmp_path / "env.py")), source)
+
+
 @pytest.mark.parametrize(
     "algorithm, row, fix",
     [
@@ -351,6 +432,22 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
         ("grpo", ASKED | {"passage": "4"}, "add its text to column 'system'"),
         ("grpo", {"question": "2", "passage": "4"}, "--data.columns system=passage reads it"),
         ("sft", MATHS | {"functions": "f"}, "--data.columns tools=functions reads it"),
+        ("grpo", {"prompt": "import re", "query": "2+2?"}, "--data.columns prompt=query reads it"),
+        (
+            "sft",
+            {"prompt": "a", "completion": "b", "problem_statement": "c"},
+            "prompt=problem_stat",
+        ),
+        (
+            "dpo",
+            PAIR | {"prompt": "2?", "initial_reason_steps": "We"},
+            "system=initial_reason_step",
+        ),
+        ("grpo", ASKED | {"hint": "Add."}, "add its text to column 'system'"),
+        ("grpo", ASKED | {"table": [["a", "b"]]}, "write its texts into column 'question'"),
+        ("sft", ASKED | {"premise": "It rains.", "response": "It is 4."}, "column 'premise'"),
+        ("grpo", ASKED | {"videos": ["a.mp4"]}, "models are trained on text and images"),
+        ("grpo", ASKED | {"audios": {"array": [0]}}, "models are trained on text and images"),
         ("dpo", PREFERRED | {"prompt": "3?"}, "it is read where chosen and rejected are replies"),
     ],
 )

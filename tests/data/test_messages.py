@@ -736,14 +736,14 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
         ({"from": "function_call", "value": "call it"}, "must be a list, or its JSON text"),
         (assistant("a", weight=0.5), r"'weight' is 0.5; a message is trained \(true, 1\) or not"),
         (assistant("a", loss_mask=[0, 1]), r"'loss_mask' is \[0, 1\]; a message is trained"),
-        (assistant("a", mask=1), "'mask' says in some formats that a message is trained; "),
+        (assistant("a", mask=1), "'mask' may say that it is trained, or that it is not; give the"),
         (
             assistant("a", train_detail=[SPAN | {"train": False}]),
-            "'train' of a part of a message is",
+            "'train' of a part is false",
         ),
         (
             assistant([{"type": "text", "text": "a", "weight": 0}]),
-            "'weight' of a part of a message",
+            "'weight' of a part is false",
         ),
         (assistant("a", thinking="b", reasoning="c"), "thinking and reasoning differ"),
         (
