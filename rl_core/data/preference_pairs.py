@@ -193,4 +193,5 @@ def pair_messages(
         if not last.get("tool_calls") and not text_of(last).strip():
             raise LeftOutError(f"an empty {column!r}")
         pairs.append((context, reply))
+        notes = None  # The contexts have the same ones.
     return pairs
