@@ -72,10 +72,13 @@ def main() -> None:
     }
     (out / "result.json").write_text(json.dumps(result) + "\n")
     print("\n== share of 256 held-out tasks with all five digits in order")
-    print("  step   exact   avg@4   pass@4")
+    print("  step  greedy_pass  avg@4  pass@4")
     for row in rows:
         shown = (row[f"eval/sort_digits/{name}"] for name in ("greedy_pass", "avg@4", "pass@4"))
-        print(f"  {row['step']:>4}  " + "  ".join(f"{v:6.3f}" for v in shown))
+        print(
+            f"  {row['step']:>4}  "
+            + "  ".join(f"{v:{width}.3f}" for v, width in zip(shown, (11, 5, 6), strict=True))
+        )
     print(f"  before {before:.3f}, after {after:.3f}, {result['seconds']} s, seed {seed}")
     print(f"  run: {here}/grpo, model: {here}/grpo/hf/policy, result: {here}/result.json")
     activate = "" if "VIRTUAL_ENV" in os.environ else "  source .venv/bin/activate\n"

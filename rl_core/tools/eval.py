@@ -2,9 +2,10 @@
 intervals.
 
 greedy: mean reward and share that pass, one greedy episode a task. avg@n: mean reward of n samples
-a task. pass@k: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374) from n >= k samples. ±
-is 1.96 standard errors of the mean over tasks, a normal approximation in which a task is one
-observation, however many samples it has.
+a task. pass@k: the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374) from n >= k samples.
+Intervals have 95 %: ± is 1.96 standard errors of the mean over tasks, a normal approximation in
+which a task is one observation, however many samples it has; [a, b] is Wilson's, where each task's
+value is 0 or 1.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
     from rl_core.run.evaluation.eval_folder import EvalFolder
     from rl_core.types import JSONObject, Trajectory
 
+Z95 = 1.96
 Scores = dict[str, dict[str, "Score"]]  # environment -> metric -> score
 
 
 @dataclass(kw_only=True, slots=True)
 class Score:
     value: float
-    ci95: tuple[float, float] | None  # None for a single task, or if it is not a mean over tasks.
+    # None for a single task, for equal values, or if it is not a mean over tasks.
+    ci95: tuple[float, float] | None
     num_tasks: int
 
 
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> int:
     if errors:
         shown_json["errors"] = errors
     text = json.dumps(shown_json, indent=2, default=as_dict)
-    print(text if options.json else table(by_model))
+    print(text if options.json else table(by_model, config.eval.pass_reward))
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(text + "\n")
@@ -196,10 +199,21 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def mean(values: list[float]) -> Score:
     n = len(values)
     value = statistics.fmean(values) if values else math.nan
-    half = 1.96 * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
-    return Score(
-        value=value, ci95=None if half is None else (value - half, value + half), num_tasks=n
-    )
+    ci95 = None
+    if n > 1 and {*values} <= {0.0, 1.0}:
+        ci95 = wilson(value, n)
+    elif n > 1 and (deviation := statistics.stdev(values)):
+        half = Z95 * deviation / math.sqrt(n)
+        ci95 = value - half, value + half
+    return Score(value=value, ci95=ci95, num_tasks=n)
+
+
+def wilson(value: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval of a share of `n` observations, 95 %."""
+    z2 = Z95**2
+    middle = (value + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z95 * math.sqrt(value * (1 - value) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def rows_of(by_model: dict[str, Scores]) -> list[list[str]]:
@@ -227,15 +241,21 @@ def markdown(by_model: dict[str, Scores], errors: dict[str, str]) -> str:
     return "\n".join(text)
 
 
-def table(by_model: dict[str, Scores]) -> str:
+def table(by_model: dict[str, Scores], pass_reward: float) -> str:
     lines = rows_of(by_model)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
+    text = [
         "  ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    ]
+    return "\n".join([*text, f"pass: a reward of at least {pass_reward:g} (--eval.pass_reward)"])
 
 
 def shown(score: Score | None) -> str:
     if score is None:
         return "-"
-    return f"{score.value:.4g}" + (f" ± {score.ci95[1] - score.value:.2g}" if score.ci95 else "")
+    if score.ci95 is None:
+        return f"{score.value:.4g}"
+    low, high = score.ci95
+    if math.isclose(high - score.value, score.value - low, abs_tol=1e-9):
+        return f"{score.value:.4g} ± {high - score.value:.2g}"
+    return f"{score.value:.4g} [{low:.2g}, {high:.2g}]"

@@ -120,22 +120,22 @@ LONG = {"reward_mean": -0.12346, "length_mean": 2413.0, "failed": 12}
 @pytest.mark.parametrize(
     "rollouts, learned, times, lines",
     [
-        ({"bob": ONE}, {"loss": 0.1}, {}, ["reward 0.5  loss 0.1  failed 1  2.00 s  ETA 0:01:00"]),
+        ({"bob": ONE}, {"loss": 0.1}, {}, ["reward 0.5  failed 1  2.00 s  ETA 0:01:00"]),
         ({"bob": {}}, {}, TIMES, ["2.00 s (generate 0.50, learn 1.50)  ETA 0:01:00"]),
         # Distillation: the rewards may all be 0, and the KL is what falls.
         (
             {"bob": {"reward_mean": 0.0}},
-            {"loss": 0.1, "teacher_kl_nats": 0.25},
+            {"loss": 0.1, "teacher_kl_nats": 0.25, "ref_kl_nats": 2.0},
             TIMES,
-            ["reward 0  loss 0.1  kl 0.25  2.00 s (generate 0.50, learn 1.50)  ETA 0:01:00"],
+            ["reward 0  kl 0.25  2.00 s (generate 0.50, learn 1.50)  ETA 0:01:00"],
         ),
         # Phases would make this line longer than 100 columns.
         (
             {"bob": LONG},
-            {"loss": -1.2346e-08, "teacher_kl_nats": 0.12346},
+            {"entropy_nats": 0.23456, "ref_kl_nats": 0.12346},
             TIMES,
             [
-                "reward -0.1235  tokens 2413  loss -1.235e-08  kl 0.1235  "
+                "reward -0.1235  tokens 2413  entropy 0.2346  kl 0.1235  "
                 "failed 12  2.00 s  ETA 0:01:00"
             ],
         ),
@@ -152,12 +152,12 @@ LONG = {"reward_mean": -0.12346, "length_mean": 2413.0, "failed": 12}
         ),
         (
             dict.fromkeys(["a_long_name", "bob", "carol", "dave"], LONG),
-            {"loss": -1.2346e-08, "teacher_kl_nats": 0.12346},
+            {"entropy_nats": 0.23456, "ref_kl_nats": 0.12346},
             TIMES | {"time/sync_s": 0.125, "time/places_s": 0.125},
             [
                 "2.00 s (generate 0.50, learn 1.50, sync 0.12, places 0.12)  ETA 0:01:00",
                 *(
-                    f"  {name}  reward -0.1235  tokens 2413  loss -1.235e-08  kl 0.1235  failed 12"
+                    f"  {name}  reward -0.1235  tokens 2413  entropy 0.2346  kl 0.1235  failed 12"
                     for name in ("a_long_name", "bob        ", "carol      ", "dave       ")
                 ),
             ],
@@ -172,6 +172,13 @@ def test_the_progress_line_fits_100_columns(rollouts, learned, times, lines):
     line = progress_line(3, 9, values, list(rollouts), timedelta(minutes=1))
     assert line.splitlines() == [f"step 3/9  {lines[0]}", *lines[1:]]
     assert max(map(len, line.splitlines())) <= 100
+
+
+def test_the_line_of_rows_has_their_loss():
+    learned = {"loss": 0.625, "accuracy": 0.5, "grad_norm": 2.0, "entropy_nats": 1.0}
+    values = {f"learn/bob/{metric}": value for metric, value in learned.items()}
+    line = progress_line(3, 9, values | {"time/step_s": 2.0}, ["bob"], timedelta(minutes=1))
+    assert line == "step 3/9  loss 0.625  accuracy 0.5  grad_norm 2  2.00 s  ETA 0:01:00"
 
 
 def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys):

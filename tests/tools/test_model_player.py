@@ -14,7 +14,7 @@ from test_api_actor import reply, serving
 from test_envs_talk import endpoint
 
 from rl_core.tools.cli import main
-from rl_core.tools.eval import mean, pass_at_k, scores
+from rl_core.tools.eval import mean, pass_at_k, scores, shown
 from rl_core.types import Trajectory
 
 SIZES = "--max_tokens 8 --max_prompt_tokens 64 --tasks_per_step 4 --group_size 2 " + STOP
@@ -35,10 +35,22 @@ def test_pass_at_k_is_the_unbiased_estimator(n, right, k, value):
 
 
 def test_an_interval_is_1_96_standard_errors_of_the_mean_over_tasks():
-    score = mean([1.0, 0.0, 1.0, 1.0])  # standard deviation 0.5
-    assert (score.value, score.num_tasks) == (0.75, 4)
-    assert score.ci95 == pytest.approx((0.26, 1.24))
-    assert mean([0.5]).ci95 is None
+    score = mean([2.0, 0.0, 2.0, 2.0])  # standard deviation 1
+    assert (score.value, score.num_tasks) == (1.5, 4)
+    assert score.ci95 == pytest.approx((0.52, 2.48))
+    assert shown(score) == "1.5 ± 0.98"
+    assert mean([0.5]).ci95 is mean([0.5, 0.5]).ci95 is None
+
+
+@pytest.mark.parametrize("right, wrong, ci95, text", [
+    (3, 1, (0.3006, 0.9544), "0.75 [0.3, 0.95]"),  # R: prop.test(3, 4, correct = FALSE)
+    (256, 0, (256 / (256 + 1.96**2), 1.0), "1 [0.99, 1]"),
+    (0, 256, (0.0, 1.96**2 / (256 + 1.96**2)), "0 [0, 0.015]"),
+])  # fmt: skip
+def test_the_interval_of_a_share_is_wilsons(right, wrong, ci95, text):
+    score = mean([1.0] * right + [0.0] * wrong)
+    assert score.ci95 == pytest.approx(ci95, abs=1e-4)
+    assert shown(score) == text
 
 
 def test_scores_of_known_rewards():
@@ -107,8 +119,9 @@ def test_eval_shows_several_models_and_environments_side_by_side(places, capsys)
         main(["eval", *models, *flags, "--eval.samples", "2", "--k", "2", "--eval.num_tasks", "3"])
         == 0
     )
-    head, *lines = capsys.readouterr().out.splitlines()
+    head, *lines, about = capsys.readouterr().out.splitlines()
     assert head.split() == ["environment", "metric", *models]
+    assert about == "pass: a reward of at least 1 (--eval.pass_reward)"
     named = [tuple(line.split()[:2]) for line in lines]
     metrics = [
         "tasks",

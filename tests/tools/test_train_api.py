@@ -356,7 +356,7 @@ def test_a_notebook_shows_a_chart_and_a_mistake_in_one_line(tiny_model, tmp_path
     [chart] = [output.data for output in ran if output.output_type == "display_data"]
     assert chart["text/plain"].startswith("step 3/3  reward ")
     titles = re.findall(r"<div>(\w+) \S+<br><svg", chart["text/html"])
-    assert titles == ["reward", "tokens", "loss"]
+    assert titles == ["reward", "tokens", "entropy"]
     points = re.search(r'points="(.*?)"', chart["text/html"])[1].split()
     assert [point.split(",")[0] for point in points] == ["0.0", "100.0", "200.0"]
     printed = "".join(output.text for output in ran if output.output_type == "stream")

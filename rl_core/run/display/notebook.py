@@ -9,7 +9,7 @@ from html import escape
 from importlib import import_module
 
 from rl_core.plugin import RunState
-from rl_core.run.display.terminal import OF_ACTOR, Terminal
+from rl_core.run.display.terminal import Terminal, values_of
 
 MOST_POINTS = 300  # Points of a curve; longer curves are thinned.
 WIDTH, HEIGHT = 200, 50
@@ -33,9 +33,8 @@ class Chart(Terminal):
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         actors = self.trainer.config.trained
         for actor in actors:
-            for label, name in OF_ACTOR.items():
-                value = metrics.get(name.format(actor), math.nan)
-                if math.isfinite(value) and label != "failed":
+            for label, value in values_of(metrics, actor).items():
+                if label != "failed":
                     title = f"{actor} {label}" if len(actors) > 1 else label
                     self.curves.setdefault(title, []).append((step, value))
         await super().after_step(step, metrics)

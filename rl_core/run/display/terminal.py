@@ -30,13 +30,18 @@ if TYPE_CHECKING:
 
 LAST_STEPS = 20  # Steps whose mean duration gives the time left.
 WIDTH = 100  # Columns of a step's line.
-# Label -> metric in a step's line, for each actor. kl: to the teacher.
-OF_ACTOR = {
-    "reward": "rollout/{}/reward_mean",
-    "tokens": "rollout/{}/length_mean",
-    "loss": "learn/{}/loss",
-    "kl": "learn/{}/teacher_kl_nats",
-    "failed": "rollout/{}/failed",
+# Label -> metrics in a step's line, for each actor, of which the first that was measured is shown.
+OF_EPISODES = {
+    "reward": ("rollout/{}/reward_mean",),
+    "tokens": ("rollout/{}/length_mean",),
+    "entropy": ("learn/{}/entropy_nats",),
+    "kl": ("learn/{}/teacher_kl_nats", "learn/{}/ref_kl_nats"),
+    "failed": ("rollout/{}/failed",),
+}
+OF_ROWS = {
+    "loss": ("learn/{}/loss",),
+    "accuracy": ("learn/{}/accuracy",),
+    "grad_norm": ("learn/{}/grad_norm",),
 }
 # Printed at the start of a run on a Mac.
 MACOS = (
@@ -195,7 +200,7 @@ def progress_line(
     actors: Sequence[str],
     left: timedelta,
 ) -> str:
-    """step 12/200  reward 0.412  loss 0.0123  1.40 s (generate 0.90, learn 0.50)  ETA 0:04:23
+    """step 12/200  reward 0.412  entropy 0.213  1.40 s (generate 0.90, learn 0.50)  ETA 0:04:23
 
     Several actors follow, one a line. The phases are left out if they do not fit in WIDTH.
     """
@@ -215,17 +220,25 @@ def progress_line(
     return "\n  ".join([line, *below])
 
 
+def values_of(metrics: Mapping[str, float], actor: str) -> dict[str, float]:
+    """Label -> value of an actor in a step's line. The loss of episodes is not among them: it is
+    near 0 where the policy that learns also sampled, whatever is learned."""
+    is_rl = any(name.startswith("rollout/") for name in metrics)
+    values = {}
+    for label, names in (OF_EPISODES if is_rl else OF_ROWS).items():
+        for name in names:
+            value = metrics.get(name.format(actor), math.nan)
+            if label not in values and math.isfinite(value) and (value or label != "failed"):
+                values[label] = value
+    return values
+
+
 def results(metrics: Mapping[str, float], actors: Sequence[str]) -> list[str]:
-    """For each actor its reward, loss and number of failed episodes, after its name if there are
-    several."""
+    """The values of each actor, after its name if there are several."""
     lines = []
     longest = max(map(len, actors), default=0)
     for actor in actors:
-        values = []
-        for label, name in OF_ACTOR.items():
-            value = metrics.get(name.format(actor), math.nan)
-            if math.isfinite(value) and (value or label != "failed"):
-                values.append(f"{label} {value:.4g}")
+        values = [f"{label} {value:.4g}" for label, value in values_of(metrics, actor).items()]
         if len(actors) > 1:
             values = [f"{actor:<{longest}}", *(values or ["no turns"])]
         lines.append("  ".join(values))

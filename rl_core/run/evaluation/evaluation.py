@@ -70,10 +70,14 @@ class Evaluation(Plugin):
         await trainer.call("after_evaluation", step, metrics)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        shown = [f"eval at step {step}"]
+        """Prints the scores. Fewer rewards may reach --eval.pass_reward while their mean rises."""
+        shown, about = [f"eval at step {step}"], ""
         for name, value in metrics.items():
             if IS_SHOWN.match(name) and (value or not name.endswith("_failed")):
                 shown.append(f"{name.removeprefix('eval/')} {value:.4g}")
+            if name.endswith("/greedy_pass"):
+                about = f"  (pass: reward >= {self.trainer.config.eval.pass_reward:g})"
+        shown[-1] += about
         self.trainer.log.say("  ".join(shown))
 
     async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
