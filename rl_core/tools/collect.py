@@ -51,10 +51,16 @@ def main(argv: list[str]) -> int:
 
 async def collect(config: Config, model: str, num_tasks: int, min_reward: float | None) -> None:
     """Plays the tasks that OUT/rollouts lacks. Raises ValueError if those there were played with
-    other flags."""
+    other flags, weights, environments or rows."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
     from rl_core.environments.env_file import check_boxes
     from rl_core.plan.plan import load_envs, train_tasks
+    from rl_core.run.evaluation.played_by import (
+        PlayedBy,
+        facts_of_actors,
+        facts_of_env,
+        hash_of_rows,
+    )
     from rl_core.run.run_folder import locked
     from rl_core.run.saving.run_files import keep_config, write_tokenizers, write_trajectories
 
@@ -77,14 +83,20 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
         async with player(config, envs, source.sources) as playing:
             chats = playing.chats
             has_tokens = names[0] in chats
+            has_episodes = any((out / "rollouts").glob("step_*"))
+            played_by = PlayedBy(out / "played_by.yaml", f"--out {out}", has_episodes)
+            played_by.check(facts_of_actors(config, chats))
+            for name, env in envs.items():
+                played_by.check(facts_of_env(name, env, config))
             if has_tokens:
                 write_tokenizers(out / "rollouts", chats)
             for number in range(num_files):
                 file = out / "rollouts" / f"step_{number + 1:06d}.jsonl{'.zst' * has_tokens}"
-                if file.exists():
-                    continue
                 first = number * size
                 tasks = [source.task(position) for position in range(first, min(first + size, end))]
+                played_by.check({f"rows of file {number + 1}": hash_of_rows(tasks)})
+                if file.exists():
+                    continue
                 position = {"batch": "collect", "label": f"collect/{number:06d}", "first": first}
                 played = await playing.play(tasks, config.group_size, None, **position)
                 trained = [t for t in played if t.actor in names]

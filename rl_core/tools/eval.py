@@ -122,6 +122,7 @@ async def evaluate(
     after them."""
     from rl_core.environments.env_file import check_boxes
     from rl_core.plan.plan import eval_tasks, load_envs
+    from rl_core.run.evaluation.played_by import facts_of_actors, facts_of_env, hash_of_rows
     from rl_core.types import RunError
 
     config, envs = load_envs(config)
@@ -130,9 +131,14 @@ async def evaluate(
     config, names = with_model(config, model)
     n, errors = config.eval.samples, []
     async with player(config, envs, list(sources.values())) as playing:
+        of_actors = facts_of_actors(config, playing.chats) if folder else {}
         for env, source in sources.items():
             tasks = list(islice(source, config.eval.num_tasks or None))
-            cell = folder.cell(model, env) if folder else None
+            cell = None
+            if folder:
+                of_env = facts_of_env(source.env, envs[source.env], config)
+                facts = of_actors | of_env | {"rows": hash_of_rows(tasks)}
+                cell = folder.cell(model, env, facts)
             drawn = {"temperature": 0.0}
             played = f"{len(tasks)} tasks, 1 greedy and {n} sampled episodes of each"
             print(f"{model} in {env}: {played} ...", file=sys.stderr, flush=True)

@@ -40,8 +40,8 @@ def rewards(cell, group) -> list[float] | None:
 def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):
     folder = EvalFolder(tmp_path, parse_config(words(FLAGS)))
     for label, task, reward in (("greedy/e", 0, 1.0), ("sampled/e", 0, 2.0), ("greedy/e", 1, 3.0)):
-        folder.cell("m", "e").add(played(label, task, reward))
-    cell = folder.cell("m", "e")
+        folder.cell("m", "e", {}).add(played(label, task, reward))
+    cell = folder.cell("m", "e", {})
     assert rewards(cell, played("greedy/e", 0, 0.0)) == [1.0]
     assert rewards(cell, played("sampled/e", 0, 0.0)) == [2.0]
     assert rewards(cell, played("greedy/e", 1, 0.0)) == [3.0]
@@ -51,10 +51,10 @@ def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):
 def test_a_group_with_a_failed_episode_is_played_again_and_the_last_one_counts(tmp_path):
     group = played("greedy/e", 0, 0.0, status="failed")
     cell_of_folder = EvalFolder(tmp_path, parse_config(words(FLAGS))).cell
-    cell_of_folder("m", "e").add(group)
-    assert rewards(cell_of_folder("m", "e"), group) is None
-    cell_of_folder("m", "e").add(played("greedy/e", 0, 4.0))
-    assert rewards(cell_of_folder("m", "e"), group) == [4.0]
+    cell_of_folder("m", "e", {}).add(group)
+    assert rewards(cell_of_folder("m", "e", {}), group) is None
+    cell_of_folder("m", "e", {}).add(played("greedy/e", 0, 4.0))
+    assert rewards(cell_of_folder("m", "e", {}), group) == [4.0]
 
 
 def test_models_of_one_name_in_different_folders_are_apart(tmp_path):
@@ -69,9 +69,17 @@ def test_models_of_one_name_in_different_folders_are_apart(tmp_path):
     [
         (
             "--eval.sampling.temperature 0.5",
-            r"--eval.sampling {}, and this is {\"temperature.* 0.5}",
+            "--eval.sampling.temperature None, and this is 0.5",
         ),
-        ("--data.columns answer=a", r"--data.columns {}, and this is {\"answer\": \"a\"}"),
+        (
+            "--actors.m.model m --actors.m.sampling.top_p 0.5",
+            "--actors.m.sampling.top_p None, and this is 0.5",
+        ),
+        (
+            "--chat_template_kwargs think=false",
+            "--chat_template_kwargs.think None, and this is False",
+        ),
+        ("--data.columns answer=a", "--data.columns.answer None, and this is a"),
         ("--seed 3", "--seed 0, and this is 3"),
         ("--data.eval a", "--data.eval None, and this is a"),
     ],

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from math import comb
 from pathlib import Path
 
 import pytest
 import yaml
 from kit import STOP, ForkedProcess, load_rows, metrics, run, trajectories, words
+from safetensors.torch import load_file, save_file
 from test_api_actor import reply, serving
 from test_envs_talk import endpoint
+from transformers import AutoTokenizer
 
 from rl_core.tools.cli import main
 from rl_core.tools.eval import mean, pass_at_k, scores, shown
@@ -220,7 +223,9 @@ def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys)
     before = (tmp_path / "scored").read_text().split()
     assert len(before) == num_tasks + 3
     [torn] = [
-        f for f in (tmp_path / "out/episodes").iterdir() if len(f.read_text().splitlines()) < 8
+        f
+        for f in (tmp_path / "out/episodes").glob("*.jsonl")
+        if len(f.read_text().splitlines()) < 8
     ]
     with open(torn, "a") as file:
         file.write('{"label": "greedy/stops", "num')  # The machine died in a write.
@@ -342,6 +347,72 @@ def test_what_an_endpoint_says_is_collected_as_messages(places, tmp_path, capsys
     run(
         tmp_path / "sft", sft, "--model", places["model"], "--data.train", tmp_path / "out/rollouts"
     )
+
+
+# Folders that are continued
+
+
+def spoil_a_weight(file: Path) -> None:
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+CHANGES = {
+    "weights of the model": ("me/model.safetensors", spoil_a_weight, "actor bob weights "),
+    "weights of the opponent": ("you/model.safetensors", spoil_a_weight, "actor alice weights "),
+    "template": (
+        "t.jinja",
+        lambda file: file.write_text(file.read_text() + " "),
+        "actor bob weights ",
+    ),
+    "reward": (
+        "env.py",
+        lambda file: file.write_text(file.read_text() + "# another"),
+        "code of env ",
+    ),
+    "a row": ("rows.jsonl", lambda f: f.write_text(f.read_text().replace("? 1", "? 9")), "rows"),
+}
+
+
+@pytest.mark.parametrize("verb", ["eval", "collect"])
+def test_a_folder_is_continued_only_by_what_played_its_episodes(
+    verb, places, tmp_path, capsys, monkeypatch
+):
+    for name in ("me", "you"):
+        shutil.copytree(places["model"], tmp_path / name)
+    (tmp_path / "env.py").write_text(Path(f"{places['dir']}/talk.py").read_text())
+    rows = ({"prompt": f"? {n}", "answer": "a"} for n in range(2))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = AutoTokenizer.from_pretrained(places["model"]).chat_template
+    (tmp_path / "t.jinja").write_text(template)
+    command = words(
+        verb,
+        tmp_path / "me",
+        f"--actors.bob.model x --actors.bob.chat_template {tmp_path}/t.jinja",
+        f"--actors.alice.train false --env_path {tmp_path}/env.py {SIZES}",
+        f"--data.train {tmp_path}/rows.jsonl --data.eval {tmp_path}/rows.jsonl",
+        {"eval": "--eval.samples 0 --folder", "collect": "--out"}[verb],
+        tmp_path / "out",
+    )
+    plays = words("--actors.alice.model", tmp_path / "you")
+    assert main([*command, *plays]) == 0
+    for name, change, says in CHANGES.values():
+        file = tmp_path / name
+        before = file.read_bytes()
+        change(file)
+        capsys.readouterr()
+        assert main([*command, *plays]) == 1
+        error = capsys.readouterr().err
+        assert f"out holds episodes that were played with {says}" in error
+        assert error.strip().endswith("name another folder")
+        file.write_bytes(before)
+    assert main([*command, *plays]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "x")
+    with endpoint(lambda text: "abc") as url:
+        assert main([*command, "--actors.alice.model", "gpt", "--actors.alice.api", url]) == 1
+    error = capsys.readouterr().err
+    assert url in error and "name another folder" in error
 
 
 # Benchmarks

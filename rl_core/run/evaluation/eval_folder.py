@@ -3,6 +3,7 @@ killed command resumes where it stopped.
 
     DIR/settings.yaml                      the flags of all episodes
     DIR/episodes/MODEL_ENVIRONMENT.jsonl   a group of episodes per line
+    DIR/episodes/MODEL_ENVIRONMENT.yaml    weights, environment file and rows that played them
     DIR/episodes/images/                   their images
     DIR/scores.json, DIR/table.md          written at the end
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from zlib import crc32
 
@@ -21,6 +23,7 @@ from pydantic import TypeAdapter
 from rl_core.config import Config, flat, to_yaml
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import write_whole
+from rl_core.run.evaluation.played_by import PlayedBy
 from rl_core.run.saving.run_files import jsonable, keep_first
 from rl_core.sampling.rollout import Group
 from rl_core.types import JSONObject, Trajectory
@@ -39,9 +42,6 @@ class EvalFolder:
         for name, value in flat(yaml.safe_load(to_yaml(config))).items():
             if not MAY_DIFFER.fullmatch(name):
                 kept[name] = value
-        # As text, so that an entry that only one of the commands has differs too.
-        kept["eval.sampling"] = json.dumps(config.eval.sampling, sort_keys=True)
-        kept["data.columns"] = json.dumps(config.data.columns, sort_keys=True)
         for name, (was, value) in keep_first(
             self.folder / "settings.yaml", yaml.safe_dump(kept)
         ).items():
@@ -50,9 +50,13 @@ class EvalFolder:
                 f"is {value}; name another folder"
             )
 
-    def cell(self, model: str, env: str) -> Cell:
-        """The episodes of one model in one environment."""
-        return cell_of(self.folder, model, env)
+    def cell(self, model: str, env: str, facts: Mapping[str, str]) -> Cell:
+        """The episodes of one model in one environment. Raises ValueError if they were played with
+        other `facts`."""
+        cell = cell_of(self.folder, model, env)
+        file, where = cell.file.with_suffix(".yaml"), f"--folder {self.folder}"
+        PlayedBy(file, where, has_episodes=bool(cell.groups)).check(facts)
+        return cell
 
     def write(self, scores: str, table: str) -> None:
         write_whole(self.folder / "scores.json", scores + "\n")

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import yaml
 import zstandard
 
 from rl_core.algorithms import PRESETS
-from rl_core.config import MAX_TOP_K, STARTED, Config, flat, to_yaml, with_new_names
+from rl_core.config import MAX_TOP_K, OWN_SECTIONS, STARTED, Config, flat, to_yaml, with_new_names
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import TOKENIZERS, write_whole
@@ -23,6 +24,11 @@ from rl_core.run.run_folder import naming
 from rl_core.tasks.row_warnings import data_warnings
 from rl_core.types import JSON, JSONObject, Trajectory
 
+# Entries of flags that are dictionaries.
+ENTRIES = re.compile(
+    r"(.+\.)?chat_template_kwargs\..+|data\.columns\..+|eval\.sampling\..+"
+    rf"|actors\.[^.]+\.({'|'.join(OWN_SECTIONS)})\..+"
+)
 MAY_DIFFER = ("resume", "out", "num_steps")
 
 
@@ -153,14 +159,17 @@ def check_resumed(config: Config) -> None:
 
 def keep_first(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
     """Writes a YAML file, or leaves the file of the first run. Returns name -> (was, is) of
-    settings that differ; settings that the file lacks are new in this version."""
+    settings that differ; settings that only one of them has are new in this version, but for
+    ENTRIES."""
     if not path.exists():
         write_whole(path, text)
         return {}
-    before, changes = flat(read_config(path)), {}
-    for name, value in flat(yaml.safe_load(text)).items():
-        if before.get(name, value) != value:
-            changes[name] = before[name], value
+    before, after = flat(read_config(path)), flat(yaml.safe_load(text))
+    changes = {}
+    for name in dict.fromkeys([*before, *after]):
+        is_compared = name in before.keys() & after.keys() or ENTRIES.fullmatch(name)
+        if is_compared and before.get(name) != after.get(name):
+            changes[name] = before.get(name), after.get(name)
     return changes
 
 
