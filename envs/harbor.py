@@ -55,7 +55,7 @@ async def play_command(task, actor):
             score = box.score()
         trajectories = llm.trajectories(score.parts)
         if not trajectories:
-            raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result, llm.refused)}")
+            raise RuntimeError(f"$HARBOR_AGENT asked no model; {unasked(result, llm)}")
         for trajectory in trajectories:
             trajectory.log = score.wrote
         return trajectories

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -99,11 +100,59 @@ def reward_fn(result, actor):
         )
     )
     trajectories = run(env, cast(bob="B", alice="A", judge=("J", False)))
-    # The second request of bob is the same as the first: a retry.
+    # The second request of bob is the same as the first, after its reply: another turn.
     assert sorted((t.actor, t.reward, len(t.turns), t.error) for t in trajectories) == [
         ("alice", 0.0, 1, ""),
         ("bob", 1.0, 1, ""),
+        ("bob", 1.0, 1, ""),
     ]
+
+
+GIVES_UP = """
+import openai
+
+async def agent(task, llm):
+    asked, said = list(task.messages), []
+    async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        client = client.with_options(timeout=0.5, max_retries=0)
+        for model in task.row["models"]:
+            try:
+                reply = await client.chat.completions.create(model=model, messages=asked)
+                said.append(reply.choices[0].message.content)
+            except openai.APITimeoutError:
+                said.append("gave up")
+            asked += [{"role": "assistant", "content": said[-1]}]
+            asked += [{"role": "user", "content": "wait"}]
+    return said
+
+def reward_fn(result): return float(result[-1] == "gave up")
+"""
+GIVEN_UP = {
+    "the last": (["bob", "bob"], [("bob", 1.0, 1)]),
+    "another actor's": (["bob", "alice"], [("bob", 1.0, 1)]),
+    "each": (["alice"], "closed each connection before the reply came; raise its client's timeout"),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_an_episode_ends_with_the_last_reply_that_its_agent_waited_for(tmp_path, name):
+    """Bob replies at once, but never to "wait"; alice never replies."""
+    models, expected = GIVEN_UP[name]
+    actors = cast(bob="4", alice="5")
+    for actor in actors.values():
+
+        async def answer(ids, *args, actor=actor, generate=actor.engine.generate, **more):
+            if "wait" in actor.chat.decode(ids) or actor.name == "alice":
+                await asyncio.sleep(1000)
+            return await generate(ids, *args, **more)
+
+        actor.engine.generate = answer
+    env = load_env(write(tmp_path, GIVES_UP))
+    trajectories = run(env, actors, rows=[{"prompt": "hi", "models": models}])
+    if isinstance(expected, str):
+        assert expected in trajectories[0].error
+    else:
+        assert [(t.actor, t.reward, len(t.turns)) for t in trajectories] == expected
 
 
 def test_a_command_plays_and_is_scored_by_how_it_ended(tmp_path):

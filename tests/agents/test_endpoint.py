@@ -103,6 +103,15 @@ def text_of(trajectory):
     return CHAT.tokenizer.decode(stream_of(trajectory))
 
 
+async def until(is_so):
+    """Lets other tasks run until a condition holds."""
+    for _ in range(6000):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("not within a minute")
+
+
 def wait_for_requests(engine, number):
     """Makes the engine wait until N requests are under way."""
     generate, all_there, waiting = engine.generate, asyncio.Event(), []
@@ -280,17 +289,135 @@ async def test_a_malformed_body_is_the_clients_error(path, body):
             assert (await client.post(f"{llm.base_url}/{path}", json=body)).status_code == 400
 
 
-async def test_the_same_request_again_gets_the_same_reply_and_is_no_branch():
-    async with endpoint("one", "two", "three") as (llm, tree):
+RETRY = {"extra_headers": {"x-stainless-retry-count": "1"}}
+
+
+async def test_the_same_request_again_is_a_turn_and_a_clients_retry_is_not():
+    async with endpoint("one", "two", "three", max_turns=2) as (llm, tree):
+        client, seeds, generate = openai_client(llm), [], tree.actor.engine.generate
+
+        async def note(ids, params, **more):
+            seeds.append(more["seed"])
+            return await generate(ids, params, **more)
+
+        tree.actor.engine.generate = note
+        asked = [{}, RETRY, {}, RETRY]
+        replies = [(await chat(client, HI, **more)).content for more in asked]
+        with pytest.raises(openai.BadRequestError, match="has had its 2 turns"):
+            await chat(client, HI)
+        branches = llm.trajectories(1.0)
+    assert replies == ["one", "one", "two", "two"] and len({*seeds}) == 2
+    assert [[turn.completion.text for turn in branch.turns] for branch in branches] == [
+        ["one"],
+        ["two"],
+    ]
+    assert branches[0].metrics["agent_requests"] == branches[0].metrics["agent_retries"] == 2
+
+
+async def asked_chat(client, model, is_streamed):
+    messages = [{"role": "user", "content": model}]
+    reply = await client.chat.completions.create(model=model, messages=messages, stream=is_streamed)
+    return [each async for each in reply] if is_streamed else reply.choices[0].message.content
+
+
+async def asked_responses(client, model, is_streamed):
+    reply = await client.responses.create(model=model, input=model, stream=is_streamed)
+    return [each async for each in reply] if is_streamed else reply.output_text
+
+
+async def asked_messages(client, model, is_streamed):
+    messages = [{"role": "user", "content": model}]
+    reply = await client.messages.create(
+        model=model, messages=messages, max_tokens=99, stream=is_streamed
+    )
+    return [each async for each in reply] if is_streamed else reply.content[0].text
+
+
+ASKED = {
+    "chat": (openai_client, asked_chat),
+    "responses": (openai_client, asked_responses),
+    "messages": (anthropic_client, asked_messages),
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dialect", ASKED)
+async def test_a_reply_that_the_client_gave_up_is_no_turn(dialect, is_streamed):
+    """The actor "other" answers a client that has gone."""
+    make, ask = ASKED[dialect]
+    other = ScriptedActor(name="other", chat=CHAT, replies=["late"])
+    async with endpoint("one", max_turns=1, others=[other]) as (llm, tree):
+        slow = llm.trees["other"]
+        release, generate = asyncio.Event(), slow.actor.engine.generate
+
+        async def late(*args, **kwargs):
+            await release.wait()
+            return await generate(*args, **kwargs)
+
+        slow.actor.engine.generate = late
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(make(llm), "other", is_streamed), 0.3)
+        await ask(make(llm), "policy", is_streamed)
+        assert [len(llm.trajectories(1.0, name)) for name in llm.trees] == [1, 0]
+        release.set()
+        await until(lambda: slow.nodes)
+        assert (slow.num_turns, llm.trajectories(1.0, "other")) == (0, [])
+        # The same request again gets the reply that nobody had.
+        await ask(make(llm), "other", is_streamed)
+        assert (slow.num_turns, slow.num_retries, len(llm.trajectories(1.0, "other"))) == (1, 1, 1)
+        assert tree.num_turns == 1
+
+
+async def test_a_branch_ends_before_the_reply_that_was_given_up():
+    async with endpoint("one", "late", "two", max_turns=2) as (llm, tree):
         client = openai_client(llm)
-        replies = [(await chat(client, HI)).content for _ in range(3)]
-        other = (await chat(client, HI, seed=1)).content
-        assert (replies, other, tree.num_retries, len(llm.trajectories(1.0))) == (
-            ["one"] * 3,
-            "two",
-            2,
-            2,
-        )
+        history = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
+        release, generate = asyncio.Event(), tree.actor.engine.generate
+
+        async def late(*args, **kwargs):
+            completion = await generate(*args, **kwargs)
+            await release.wait()
+            return completion
+
+        tree.actor.engine.generate = late
+        asked = [*history, {"role": "user", "content": "check it"}]
+        with pytest.raises(openai.APITimeoutError):
+            await chat(client.with_options(timeout=0.3), asked)
+        texts = [[turn.completion.text for turn in t.turns] for t in llm.trajectories(1.0)]
+        assert texts == [["one"]]
+        release.set()
+        await until(lambda: len(tree.nodes) == 2)
+        texts = [[turn.completion.text for turn in t.turns] for t in llm.trajectories(1.0)]
+        assert texts == [["one"]]
+        await chat(client, [*history, {"role": "user", "content": "go on"}])
+        texts = [[turn.completion.text for turn in t.turns] for t in llm.trajectories(1.0)]
+        assert texts == [["one", "two"]]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_stream_is_trained_up_to_what_its_client_took(path):
+    """The client closes its connection in the middle. A Unix socket holds fewer bytes than a port."""
+    text = "".join(f"{number} " for number in range(80_000))
+    body = {"messages": HI} | {"input": "hi", "stream": True}
+    del body["messages" if path == "responses" else "input"]
+    async with endpoint(text, max_tokens=len(text)) as (llm, _):
+        [shown] = (await llm.binds()).values()
+        reader, writer = await asyncio.open_unix_connection(f"{shown}/{SOCKET}", limit=1 << 12)
+        sent, got = json.dumps(body), b""
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {llm.api_key}\r\n"
+        writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n{sent}".encode())
+        while got.count(b"data: ") < 12:
+            got += await reader.read(1 << 12)
+        writer.close()
+        await until(lambda: not llm.server.server.door.keys)
+        (trajectory,) = llm.trajectories(1.0)
+        completion = trajectory.turns[-1].completion
+    read = b"".join(re.findall(rb'"(?:delta|content|text)": ?"([\d ]+)"', got)).decode()
+    assert len(read) > 8_000 and completion.text.startswith(read)
+    assert len(completion.text) < len(text) and text.startswith(completion.text)
+    assert completion.token_ids == CHAT.encode(completion.text)
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert trajectory.messages[-1]["content"] == completion.text
 
 
 async def test_a_retry_while_the_first_request_is_under_way_is_no_branch():
@@ -816,11 +943,10 @@ PARSED = {"chat": chat_parsed, "responses": responses_parsed, "messages": messag
 @pytest.mark.parametrize("dialect", PARSED)
 async def test_a_wanted_schema_is_not_enforced_and_counted(dialect, is_streamed):
     """The clients parse by themselves; the second reply does not fit."""
-    async with endpoint('{"name": "Rome", "people": 3}', "Rome") as (llm, tree):
+    async with endpoint('{"name": "Rome", "people": 3}', "Rome") as (llm, _):
         parsed = await PARSED[dialect](llm, is_streamed)
         assert all(request.schema is None for request in llm.stored.values())
         assert len(llm.stored) == (dialect == "responses")
-        tree.answered.clear()  # The same request again would be a retry.
         with pytest.raises(ValueError):
             await PARSED[dialect](llm, is_streamed)
         parsed, trajectory = (parsed, llm.trajectories(1.0)[0])
@@ -1076,11 +1202,11 @@ async def test_threads_branch_repeat_and_end(monkeypatch):
         first = await create(messages=HI, system="Hm.", **asked)
         assert llm.stored[first.id].schema is None
         left, right = [await continued(first, text) for text in ("left", "right")]
-        again = await continued(first, "left")
+        again = await continued(first, "left", **RETRY)
         assert again.id == left.id and tree.num_retries == 1
         message = {"role": "assistant", "content": "one"}
         sent = [*HI, message, {"role": "user", "content": "left"}]
-        again = await create(messages=sent, system="Hm.")
+        again = await create(messages=sent, system="Hm.", **RETRY)
         assert again.id == left.id and tree.num_retries == 2
         with pytest.raises(anthropic.BadRequestError, match="system is the thread's") as error:
             await continued(left, "x", system="Ho.")
@@ -1414,7 +1540,8 @@ def test_a_refused_request_leaves_no_trace():
                 with pytest.raises(openai.BadRequestError, match="refuses"):
                     await chat(client, [*history, {"role": "user", "content": text}])
             (trajectory,) = llm.trajectories(1.0)
-            kept = len(tree.actor.conversations), len(tree.answered), trajectory.messages
+            num_attempts = sum(map(len, tree.attempts.values()))
+            kept = len(tree.actor.conversations), num_attempts, trajectory.messages
             return (
                 kept,
                 trajectory.status,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -130,21 +131,27 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
 
     for index, reply in enumerate(replies):
         yield chunk(index, {"role": "assistant", "content": ""})
-        deltas: list[JSONObject] = []
-        if reply.thoughts:
-            deltas.append({"reasoning_content": reply.thoughts})
-        if reply.text or not reply.calls:
-            deltas.append({"content": reply.text})
-        for number, call in enumerate(reply.calls):
-            deltas.append({"tool_calls": [{"index": number} | written_call(call)]})
-        # The first chunk has the logprobs of all tokens, including thoughts and calls.
-        yield chunk(index, deltas[0], logprobs=logprobs_of(reply, request))
-        for delta in deltas[1:]:
-            yield chunk(index, delta)
+        # The first delta has the logprobs of all tokens, including thoughts and calls.
+        logprobs = logprobs_of(reply, request)
+        for delta in deltas(reply):
+            yield chunk(index, delta, logprobs=logprobs)
+            logprobs = None
         yield chunk(index, {}, FINISH[reply.finish_reason])
+        reply.num_sent = math.inf
     if request.wants_usage:
         yield event(head | {"choices": [], "usage": usage(replies)})
     yield "data: [DONE]\n\n"
+
+
+def deltas(reply: Reply) -> Iterator[JSONObject]:
+    if reply.thoughts:
+        for piece in reply.pieces("thoughts"):
+            yield {"reasoning_content": piece}
+    if reply.text or not reply.calls:
+        for piece in reply.pieces("text"):
+            yield {"content": piece}
+    for number, call in enumerate(reply.calls):
+        yield {"tool_calls": [{"index": number} | written_call(call)]}
 
 
 def event(body: JSONObject) -> str:

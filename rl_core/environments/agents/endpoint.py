@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import json
+import math
 import secrets
 import shutil
 import socket
@@ -26,7 +27,7 @@ from aiohttp import web
 
 from rl_core.environments.agents import chat_completions, forward, messages, responses
 from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
-from rl_core.environments.agents.tree import Tree
+from rl_core.environments.agents.tree import Attempt, Tree
 from rl_core.http_guard import (
     LOOPBACK,
     MAX_LOCAL_STRANGERS,
@@ -75,7 +76,6 @@ class Endpoint:
     stored: dict[str, Request] = field(default_factory=dict)
     # Items of /v1/responses that an `item_reference` may name, by id.
     items: dict[str, JSONObject] = field(default_factory=dict)
-    failure: EngineDied | None = None
     refused: str = ""  # Message of the last refused request.
     # Bounds the request bodies of one program that are in memory at the same time.
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_READING))
@@ -115,6 +115,18 @@ class Endpoint:
         return {BOX_FOLDER: await self.server.listen_for_boxes()}
 
     @property
+    def failure(self) -> EngineDied | None:
+        failures = [tree.failure for tree in self.trees.values() if tree.failure is not None]
+        return next(iter(failures), None)
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if the program asked, and read no reply."""
+        trees = self.trees.values()
+        has_asked = any(any(tree.attempts.values()) for tree in trees)
+        return has_asked and not any(tree.num_read for tree in trees)
+
+    @property
     def is_truncated(self) -> bool:
         """True if a request did not fit into the context or the episode's turns."""
         return any(tree.is_truncated for tree in self.trees.values())
@@ -135,7 +147,7 @@ class Endpoint:
         for name, num_requests in tree.overridden.items():
             overridden[f"agent_overridden_{name}"] = float(num_requests)
         return overridden | {
-            "agent_requests": float(tree.num_turns),
+            "agent_requests": float(tree.num_read),
             "agent_retries": float(tree.num_retries),
             "agent_branches": float(num_branches),
             "agent_overridden": float(sum(tree.overridden.values())),
@@ -200,18 +212,21 @@ class Endpoint:
                 for item in responses.output(reply):
                     self.items[item["id"]] = item
 
-    async def answer(self, request: Request) -> list[Reply]:
-        """Samples the replies to a request. Raises Refusal."""
+    def attempt(self, request: Request) -> Attempt:
+        """The attempt that answers a request. Raises Refusal."""
         if self.is_shut:  # It was shut while the body was read.
             raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
         self.check_length(request)
         self.check_schema(request)
         if self.failure is not None:
             raise Refusal("the engine died; the episode begins again", status=503)
+        return self.tree_of(request).attempt(request)
+
+    async def replies(self, attempt: Attempt) -> list[Reply]:
+        """Waits for the replies of an attempt. Raises Refusal."""
         try:
-            return await self.tree_of(request).answer(request)
+            return await attempt.replies()
         except EngineDied as error:
-            self.failure = error
             raise Refusal("the engine died; the episode begins again", status=503) from error
 
     async def num_tokens(self, request: Request) -> int:
@@ -293,6 +308,7 @@ class EndpointServer:
             write_error=write_error,
             max_strangers=MAX_LOCAL_STRANGERS,
             max_per_key=MAX_CONNECTIONS,
+            handler_cancellation=True,
         )
         host = self.config.host if self.config else LOOPBACK
         address = self.config.public_host if self.config else None
@@ -351,17 +367,34 @@ class EndpointServer:
                 retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
                 request.is_retry = any(count not in ("", "0") for count in retries)
                 endpoint.put_before(dialect, request)
-                if request.is_streamed:
-                    return await self.send_stream(http, dialect, endpoint, request)
-                replies = await endpoint.answer(request)
+                attempt = endpoint.attempt(request)
+                # A cancelled handler has lost its client.
+                with attempt.waited():
+                    send = self.send_stream if request.is_streamed else self.send
+                    return await send(http, dialect, endpoint, request, attempt)
             except Refusal as refusal:
                 if refusal.status != 401:
                     endpoint.refused = refusal.message
                 return await refuse(http, refusal, dialect)
-            endpoint.store(dialect, request, replies)
-            return web.json_response(dialect.write(replies, request))
 
         return handle
+
+    async def send(
+        self,
+        http: web.Request,
+        dialect: ModuleType,
+        endpoint: Endpoint,
+        request: Request,
+        attempt: Attempt,
+    ) -> web.StreamResponse:
+        replies = await endpoint.replies(attempt)
+        endpoint.store(dialect, request, replies)
+        response = web.json_response(dialect.write(replies, request))
+        await response.prepare(http)
+        await response.write_eof()
+        for reply in replies:
+            reply.num_sent = math.inf
+        return response
 
     async def read(self, dialect: ModuleType, body: JSONObject) -> Request:
         """The request in a body. Images are decoded in one thread, so that large images of a
@@ -372,20 +405,28 @@ class EndpointServer:
         return await asyncio.get_running_loop().run_in_executor(self.decoder, read)
 
     async def send_stream(
-        self, http: web.Request, dialect: ModuleType, endpoint: Endpoint, request: Request
+        self,
+        http: web.Request,
+        dialect: ModuleType,
+        endpoint: Endpoint,
+        request: Request,
+        attempt: Attempt,
     ) -> web.StreamResponse:
         """Sends the finished reply as server-sent events; engines return complete turns."""
-        answer = asyncio.ensure_future(endpoint.answer(request))
-        # Clients expect a plain error if the request is refused at once.
-        await asyncio.wait({answer}, timeout=0.05)
-        if answer.done():
-            answer.result()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
-        while not answer.done():
-            done, _ = await asyncio.wait({answer}, timeout=KEEP_ALIVE_S)
-            if not done:
-                await response.write(b": keep-alive\n\n")
+        answer = asyncio.ensure_future(endpoint.replies(attempt))
+        try:
+            # Clients expect a plain error if the request is refused at once.
+            await asyncio.wait({answer}, timeout=0.05)
+            if answer.done():
+                answer.result()
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(http)
+            while not answer.done():
+                done, _ = await asyncio.wait({answer}, timeout=KEEP_ALIVE_S)
+                if not done:
+                    await response.write(b": keep-alive\n\n")
+        finally:
+            answer.cancel()  # The client has gone.
         try:
             replies = answer.result()
         except Refusal as refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 
 from rl_core.environments.agents.requests import (
@@ -188,11 +189,12 @@ def blocks(reply: Reply) -> list[JSONObject]:
 
 def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
     """Server-sent events."""
-    for body in events(write(replies, request)):
+    for body in events(replies[0], write(replies, request)):
         yield f"event: {body['type']}\ndata: {json.dumps(body)}\n\n"
+    replies[0].num_sent = math.inf
 
 
-def events(body: JSONObject) -> Iterator[JSONObject]:
+def events(reply: Reply, body: JSONObject) -> Iterator[JSONObject]:
     usage = body["usage"]
     opened = body | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": opened | {"usage": usage | {"output_tokens": 0}}}
@@ -200,15 +202,18 @@ def events(body: JSONObject) -> Iterator[JSONObject]:
         position = {"index": index}
         if block["type"] == "text":
             start = {"type": "text", "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
+            pieces = reply.pieces("text")
+            deltas = ({"type": "text_delta", "text": piece} for piece in pieces)
         elif block["type"] == "thinking":
             start = block | {"thinking": "", "signature": ""}
-            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            pieces = reply.pieces("thoughts")
+            deltas = ({"type": "thinking_delta", "thinking": piece} for piece in pieces)
         else:
             start = block | {"input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
         yield {"type": "content_block_start", "content_block": start} | position
-        yield {"type": "content_block_delta", "delta": delta} | position
+        for delta in deltas:
+            yield {"type": "content_block_delta", "delta": delta} | position
         if block["type"] == "thinking":
             delta = {"type": "signature_delta", "signature": block["signature"]}
             yield {"type": "content_block_delta", "delta": delta} | position

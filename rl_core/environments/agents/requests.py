@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -37,6 +37,7 @@ REFUSED = {
 MAX_PIXELS = 500_000_000
 # Pixels that the images of the request which is read may still have.
 PIXELS_LEFT = ContextVar("PIXELS_LEFT", default=MAX_PIXELS)
+PIECE_CHARS = 4096  # Length of a piece of a stream.
 FIELD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}")
 
 # Keywords of a JSON schema that hold schemas -> by name, in a list, or (None) one or a list.
@@ -146,6 +147,26 @@ class Reply:
     num_tokens: int = 0
     # (bytes, logprob) of each token, if wanted.
     logprobs: list[tuple[bytes, float]] = field(default_factory=list)
+    # Characters of thoughts and text that a connection took; inf: the whole reply.
+    num_sent: float = 0
+
+    def pieces(self, name: str) -> Iterator[str]:
+        """Pieces of the `text` or the `thoughts` for a stream. Counts each as sent when the next
+        one is asked for."""
+        text = getattr(self, name)
+        before = len(self.thoughts) if name == "text" else 0
+        for start in range(0, max(1, len(text)), PIECE_CHARS):
+            piece = text[start : start + PIECE_CHARS]
+            yield piece
+            self.num_sent = max(self.num_sent, before + start + len(piece))
+
+    def end_of_sent(self, sampled: str) -> int:
+        """Index of the first character of the sampled text that was not sent."""
+        num = int(self.num_sent)
+        if num <= len(self.thoughts):
+            return max(sampled.find(self.thoughts), 0) + num
+        end = sampled.rfind("</think>") + 1
+        return max(sampled.find(self.text, end), end) + num - len(self.thoughts)
 
     @property
     def message(self) -> Message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -218,6 +219,7 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
     for number, (kind, fields) in enumerate(events(replies[0], request, response)):
         body = {"type": kind, "sequence_number": number} | fields
         yield f"event: {kind}\ndata: {json.dumps(body)}\n\n"
+    replies[0].num_sent = math.inf
 
 
 def events(
@@ -235,7 +237,7 @@ def events(
             opened["content"] = []
         yield "response.output_item.added", {"output_index": index, "item": opened}
         if item["type"] == "message":
-            yield from text_events(position | {"content_index": 0}, item["content"][0]["text"])
+            yield from text_events(position | {"content_index": 0}, reply)
         elif item["type"] == "function_call":
             arguments = item["arguments"]
             done = {"arguments": arguments, "name": item["name"]}
@@ -245,8 +247,9 @@ def events(
     yield f"response.{response['status']}", {"response": response}
 
 
-def text_events(position: JSONObject, text: str) -> Iterator[tuple[str, JSONObject]]:
+def text_events(position: JSONObject, reply: Reply) -> Iterator[tuple[str, JSONObject]]:
     yield "response.content_part.added", position | {"part": text_part("")}
-    yield "response.output_text.delta", position | {"delta": text, "logprobs": []}
-    yield "response.output_text.done", position | {"text": text, "logprobs": []}
-    yield "response.content_part.done", position | {"part": text_part(text)}
+    for piece in reply.pieces("text"):
+        yield "response.output_text.delta", position | {"delta": piece, "logprobs": []}
+    yield "response.output_text.done", position | {"text": reply.text, "logprobs": []}
+    yield "response.content_part.done", position | {"part": text_part(reply.text)}

@@ -85,10 +85,10 @@ class AgentRollout:
         is trainable. Raises HookError if the agent asked none."""
         endpoint = self.endpoints.open(actors, actors.max_turns, self.path)
         async with endpoint as llm, self.played(task, llm) as (result, box):
-            asked = [name for name, tree in llm.trees.items() if tree.nodes]
+            asked = [name for name, tree in llm.trees.items() if tree.num_read]
             learners = [name for name in asked if actors[name].is_trainable]
             if not asked:
-                reason = unasked(result, llm.refused)
+                reason = unasked(result, llm)
                 raise HookError(
                     f"{self.path}: the agent asked no model for task {task.id}; {reason}"
                 )
@@ -162,13 +162,15 @@ class AgentRollout:
         return await hook(task, arguments)
 
 
-def unasked(result: object, refused: str = "") -> str:
-    """The fix for an agent that asked no model. `refused`: its last refusal."""
+def unasked(result: object, llm: Endpoint) -> str:
+    """The fix for an agent that read no reply."""
     reason = "its requests go to llm.base_url, with llm.api_key"
     if isinstance(result, CommandResult):
         reason = "a command finds the model by OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
-    if refused:
-        reason = f"its last request was refused: {refused}"
+    if llm.is_given_up:
+        reason = "it closed each connection before the reply came; raise its client's timeout"
+    if llm.refused:
+        reason = f"its last request was refused: {llm.refused}"
     if isinstance(result, CommandResult):
         reason += f"; this one ended with {result.end}"
     return reason

@@ -4,26 +4,31 @@ A program sends its whole history with each request. The request continues the t
 equal history, even if the program changed its echo of the turns. Sampled tokens stay as they were
 sampled. A rewritten history (compaction, another attempt, a sub-agent) is a branch, which shares
 the tokens before the first difference.
+
+A turn counts if the program received it: its connection took the reply, or a later request
+continues it. Other turns are in no trajectory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from hashlib import sha256
 from zlib import crc32
 
 from rl_core.data.images import key_of as image_key
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor, Conversation, without_thoughts
+from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import wait_for_all
-from rl_core.types import JSONObject, Message, Trajectory, Turn
+from rl_core.types import Completion, JSONObject, Message, Trajectory, Turn
 
 MAX_OVERRIDDEN = 64  # Names of fields in one episode; each is a metric.
 Key = tuple  # A message's key, equal for the message and its echo.
@@ -38,17 +43,71 @@ class Node:
     reply: Reply
     keys: list[Key]  # Keys of the non-empty messages up to this turn.
     tools: str  # tools_key() of the conversation.
-    num_children: int = 0
+    parent: Node | None
     is_continued: bool = False  # The conversation itself has a later turn.
+
+    @property
+    def is_read(self) -> bool:
+        return self.reply.num_sent > 0
 
     def continued(self) -> Conversation:
         """The conversation as of this turn. The first request that continues it extends the object;
         each later request gets a branch."""
-        self.num_children += 1
+        self.reply.num_sent = math.inf  # The program has it.
         if not self.is_continued:
             self.is_continued = True
             return self.conversation
         return self.conversation.at(self.num_replies)
+
+    def trajectory(self, reward: float | dict[str, float]) -> Trajectory:
+        """The branch that ends here. The end of a stream that the program did not read is left
+        out."""
+        trajectory = self.conversation.at(self.num_replies).trajectory(reward)
+        chat = self.conversation.speaker.chat
+        if trajectory.turns and chat and self.reply.num_sent < math.inf:
+            turn = trajectory.turns[-1]
+            ids, end = turn.completion.token_ids, self.reply.end_of_sent(turn.completion.text)
+            lengths = range(len(ids) + 1)
+            num = bisect_right(lengths, end, key=lambda n: len(chat.decode(ids[:n]))) - 1
+            completion = beginning(turn.completion, num, chat.decode(ids[:num]))
+            trajectory.turns[-1] = replace(turn, completion=completion)
+            trajectory.messages[-1] = {"role": "assistant", "content": completion.text}
+        return trajectory
+
+
+@dataclass(eq=False)
+class Attempt:
+    """The replies to a request, which its retries share."""
+
+    nodes: asyncio.Future[list[Node]]
+    num_replies: int
+    num_waiting: int = 0  # Connections that wait for the replies, or are sent them.
+
+    @property
+    def is_lost(self) -> bool:
+        """True if no connection waits for the replies, and no program has read any."""
+        return not self.num_waiting and not (self.is_done and self.is_read)
+
+    @property
+    def is_done(self) -> bool:
+        return self.nodes.done() and not self.nodes.cancelled() and not self.nodes.exception()
+
+    @property
+    def is_read(self) -> bool:
+        return any(node.is_read for node in self.nodes.result())
+
+    @contextmanager
+    def waited(self) -> Iterator[None]:
+        """Counts a connection that waits for the replies until they are sent."""
+        self.num_waiting += 1
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+
+    async def replies(self) -> list[Reply]:
+        # Shielded, so that the turn survives a client that disconnects.
+        return [node.reply for node in await asyncio.shield(self.nodes)]
 
 
 @dataclass(eq=False)
@@ -58,40 +117,62 @@ class Tree:
     actor: Actor
     max_turns: int = 0  # Largest number of answered turns; 0: unlimited.
     nodes: list[Node] = field(default_factory=list)
-    # Request's key -> replies, so that a retry gets the same.
-    answered: dict[str, asyncio.Future[list[Node]]] = field(default_factory=dict)
-    num_turns: int = 0
+    # Request's key -> attempts, in the order of the requests.
+    attempts: defaultdict[str, list[Attempt]] = field(default_factory=lambda: defaultdict(list))
     num_begun: Counter[str] = field(default_factory=Counter)  # First request -> conversations.
     num_retries: int = 0
     overridden: Counter[str] = field(default_factory=Counter)  # Field's name -> number of requests.
     # The episode's context: a task of the server has the context of the server's starter.
     context: Context = field(default_factory=copy_context)
     is_truncated: bool = False  # A request did not fit into the context or max_turns.
+    failure: EngineDied | None = None
 
-    async def answer(self, request: Request) -> list[Reply]:
-        """The actor's replies. A repeated request gets the same replies; while the first is still
-        running, only if the client marks it as a retry. Raises Refusal."""
+    @property
+    def num_turns(self) -> int:
+        """Number of turns that were read or are under way."""
+        attempts = [each for attempts in self.attempts.values() for each in attempts]
+        return sum(each.num_replies for each in attempts if not (each.is_done and each.is_lost))
+
+    @property
+    def num_read(self) -> int:
+        return sum(node.is_read for node in self.nodes)
+
+    def attempt(self, request: Request) -> Attempt:
+        """The attempt that answers a request: a retry has that of the first request, and every
+        other request a new one. Raises Refusal."""
         self.overridden.update(request.overridden)
         if len(self.overridden) > MAX_OVERRIDDEN:
             raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
-        key = request_key(request)
-        nodes = self.answered.get(key)
-        if nodes is not None and (nodes.done() or request.is_retry):
+        attempts = self.attempts[request_key(request)]
+        repeated = self.repeated(attempts, request.is_retry)
+        if repeated is None or (repeated.is_done and repeated.is_lost):
+            self.check_turns(request.num_replies)
+        if repeated is not None:
             self.num_retries += 1
-        else:
-            nodes = self.answered[key] = self.context.run(asyncio.ensure_future, self.play(request))
-            nodes.add_done_callback(partial(self.drop_failed, key))
-        # Shielded, so that the turn survives a client that disconnects.
-        return [node.reply for node in await asyncio.shield(nodes)]
+            return repeated
+        nodes = self.context.run(asyncio.ensure_future, self.play(request))
+        attempt = Attempt(nodes, request.num_replies)
+        attempts.append(attempt)
 
-    def drop_failed(self, key: str, nodes: asyncio.Future[list[Node]]) -> None:
-        """Forgets a failed request, so that its repetition is sampled again."""
-        has_failed = nodes.cancelled() or nodes.exception() is not None
-        if has_failed and self.answered.get(key) is nodes:
-            del self.answered[key]
+        def drop_failed(_: object) -> None:
+            if not attempt.is_done:
+                attempts.remove(attempt)
+                error = None if nodes.cancelled() else nodes.exception()
+                self.failure = error if isinstance(error, EngineDied) else self.failure
+
+        nodes.add_done_callback(drop_failed)
+        return attempt
+
+    def repeated(self, attempts: Sequence[Attempt], is_retry: bool) -> Attempt | None:
+        """The attempt that an equal request repeats. Without the client's mark it repeats one whose
+        client has gone without the replies; with it, it repeats any."""
+        lost = [attempt for attempt in attempts if attempt.is_lost]
+        if lost or not is_retry:
+            return next(iter(lost), None)
+        running = [attempt for attempt in attempts if not attempt.nodes.done()]
+        return next(iter([*running, *reversed(attempts)]), None)
 
     async def play(self, request: Request) -> list[Node]:
-        self.count_turns(request.num_replies)
         keys = [key_of(message) for message in request.messages]
         tools = tools_key(request.tools)
         if self.actor.chat and self.longest(keys, tools)[0] is None:
@@ -103,9 +184,9 @@ class Tree:
         try:
             for _ in range(request.num_replies):
                 talks.append(self.talk(parent, request))
-            nodes = await wait_for_all([self.speak(talk, new, request, keys) for talk in talks])
+            speaking = [self.speak(talk, parent, new, request, keys) for talk in talks]
+            nodes = await wait_for_all(speaking)
         except Exception:
-            self.num_turns -= request.num_replies
             self.forget(talks, parent)
             raise
         self.nodes += nodes
@@ -114,15 +195,13 @@ class Tree:
     def forget(self, talks: list[Conversation], parent: Node | None) -> None:
         """Removes the conversations of a failed request."""
         for talk in talks:
-            if parent is not None:
-                parent.num_children -= 1
             if parent is not None and talk is parent.conversation:
                 talk.take_back()
                 parent.is_continued = False
             else:
                 self.actor.conversations.remove(talk)
 
-    def count_turns(self, num_replies: int) -> None:
+    def check_turns(self, num_replies: int) -> None:
         if self.max_turns and self.num_turns + num_replies > self.max_turns:
             self.is_truncated = True
             raise Refusal(
@@ -130,7 +209,6 @@ class Tree:
                 "environment's file, or --rollout.max_turns",
                 code="max_turns_exceeded",
             )
-        self.num_turns += num_replies
 
     def longest(self, keys: list[Key], tools: str) -> tuple[Node | None, int]:
         """(the turn whose history is the longest prefix of these messages or None, the number of
@@ -165,7 +243,12 @@ class Tree:
         return talk
 
     async def speak(
-        self, talk: Conversation, new: Sequence[Message], request: Request, keys: list[Key]
+        self,
+        talk: Conversation,
+        parent: Node | None,
+        new: Sequence[Message],
+        request: Request,
+        keys: list[Key],
     ) -> Node:
         """Samples the actor's turn after `new`. Raises Refusal if the context is full or the chat
         template refuses the messages."""
@@ -190,21 +273,35 @@ class Tree:
             )
         reply = reply_of(talk, request)
         spoken = [key for key in [*keys, key_of(reply.message)] if key]
-        return Node(talk, talk.num_replies, reply, spoken, tools_key(talk.tools))
+        return Node(talk, talk.num_replies, reply, spoken, tools_key(talk.tools), parent)
 
     def cancel(self) -> None:
         """Cancels the running turns."""
-        for nodes in list(self.answered.values()):
-            nodes.cancel()
+        for attempts in list(self.attempts.values()):
+            for attempt in list(attempts):
+                attempt.nodes.cancel()
 
     def trajectories(self, reward: float | dict[str, float]) -> list[Trajectory]:
-        """One trajectory per branch, each with this reward."""
-        trajectories = []
-        for node in self.nodes:
-            if not node.num_children:
-                talk = node.conversation.at(node.num_replies)
-                trajectories.append(talk.trajectory(reward))
-        return trajectories
+        """One trajectory per branch that was read, each with this reward."""
+        read = [node for node in self.nodes if node.is_read]
+        continued = {node.parent for node in read}
+        return [node.trajectory(reward) for node in read if node not in continued]
+
+
+def beginning(completion: Completion, num: int, text: str) -> Completion:
+    """The first `num` tokens of a completion; `text`: their text."""
+    experts = completion.experts
+    if experts is not None:
+        experts = experts[: len(experts) - len(completion.token_ids) + num]
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:num],
+        logprobs=completion.logprobs[:num],
+        text=text,
+        newer_versions=[each for each in completion.newer_versions if each[0] < num],
+        kept_ids=completion.kept_ids[:num],
+        experts=experts,
+    )
 
 
 def tools_key(tools: list[JSONObject] | None) -> str:
