@@ -17,7 +17,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -26,7 +26,7 @@ from rl_core.data.image_families import ImageFamily, load_family
 from rl_core.data.images import images_of, shown_image
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.data.pretrained import Tokenizer, load_pretrained
-from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
+from rl_core.data.rendering import PROBE, Rendering, ShapeCheck, template_variables
 from rl_core.data.rows import check_exists
 from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
@@ -138,15 +138,18 @@ class Chat:
             self._variants[key] = variant
         return self._variants[key]
 
-    def check_variables(self, names: Iterable[str], where: str) -> None:
-        """Raises ValueError for a variable that the template does not read."""
-        if not names:
-            return
-        for name in sorted(set(names).difference(self.template_words)):
-            raise ValueError(
-                f"{where}: the chat template does not read {name!r}; "
-                f"{nearest(name, self.template_words)}"
-            )
+    def check_variables(self, variables: JSONObject, where: str, fix: str = "") -> None:
+        """Raises ValueError for a variable with a value that the template does not read."""
+        for name, value in sorted(variables.items()):
+            is_empty = value is None or (isinstance(value, (str, list, dict)) and not value)
+            if name not in self._template_variables and not is_empty:
+                known = self._template_variables
+                reads = nearest(name, known) if known else "it reads no variables"
+                raise ValueError(f"{where}: the chat template does not read {name!r}{fix}; {reads}")
+
+    @cached_property
+    def _template_variables(self) -> list[str]:
+        return template_variables(str(self.chat_template), self.tokenizer.special_tokens_map)
 
     @cached_property
     def template_words(self) -> list[str]:

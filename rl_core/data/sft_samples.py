@@ -67,7 +67,9 @@ def row_chat(chat: Chat, row: Row) -> Chat:
     """The chat with a row's `chat_template_kwargs`. Raises ValueError if its template does not read
     them."""
     variables = row_variables(row)
-    chat.check_variables(variables, "column 'chat_template_kwargs'")
+    name = "chat_template_kwargs"
+    fix = f": remove it, or ignore the column by --data.columns my_{name}={name}"
+    chat.check_variables(variables, f"column {name!r}", fix)
     return chat.with_variables(variables)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS
-from rl_core.data.tasks import TaskSource, row_tools, row_variables
+from rl_core.data.sft_samples import row_chat
+from rl_core.data.tasks import TaskSource, row_tools
 from rl_core.environments.env_file import speakers
 from rl_core.sampling.env import Env
 from rl_core.tasks.sft_dataset import SFTDataset, fits
@@ -84,10 +85,9 @@ def is_fit(
         return bool(sft_dataset.samples(task))
     env, limit, longest, bound = envs[task.env], config.max_prompt_tokens, 0, ""
     try:
-        tools, variables = env.turn_loop.tools_of(task), row_variables(task.row)
+        tools = env.turn_loop.tools_of(task)
         for name, chat in chats.items():
-            chat.check_variables(variables, "column 'chat_template_kwargs'")
-            variant = chat.with_variables(variables)
+            variant = row_chat(chat, task.row)
             if tools and row_tools(task.row) and name in (speakers(env, list(chats)) or chats):
                 variant.tool_calls.check(tools, "column 'tools'")
             messages = env.turn_loop.opening(task, name)

@@ -13,7 +13,7 @@ from kit import prompts_of
 from rl_core.config import Config
 from rl_core.data.chat import Chat, TokenStream, load_chat, unmarked
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.sft_samples import sft_turns, shared_length
+from rl_core.data.sft_samples import sft_samples, sft_turns, shared_length
 from rl_core.data.tasks import TaskSource
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import plain_chat
@@ -838,6 +838,35 @@ def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
         ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"
     ):
         chat.check_variables({"enable_thinkin": False}, "--chat_template_kwargs")
+
+
+# Keys of smoltalk2's `chat_template_kwargs`; which of them are empty differs by row.
+SMOLTALK = {"custom_instructions": "", "enable_thinking": None, "python_tools": [], "xml_tools": []}
+READS = {  # As the templates' documentation lists them.
+    "qwen2_5": "it reads no variables",
+    "qwen3": "known: enable_thinking",
+    "llama3_1": "did you mean 'custom_tools'?",
+    "muse_glimmer": "known: current_date, knowledge_cutoff, reasoning_strength, tool_namespace_",
+    "gptoss": "known: builtin_tools, model_identity, reasoning_effort",
+    "gemma4_v5": "known: enable_thinking, preserve_thinking",
+    "qwen3_training": "known: enable_thinking",
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_variables_of_a_row_that_the_template_lacks_are_refused_unless_empty(name):
+    row, chat = {"messages": [user("hello"), answer("42")]}, chat_named(name)
+    (expected,) = sft_samples(chat, row)
+    (sample,) = sft_samples(chat, row | {"chat_template_kwargs": SMOLTALK})
+    assert sample.token_ids.tolist() == expected.token_ids.tolist()
+    variables = SMOLTALK | {"custom_instructions": "Be brief."}
+    error = (
+        f"column 'chat_template_kwargs': the chat template does not read 'custom_instructions'"
+        f": remove it, or ignore the column by --data.columns "
+        f"my_chat_template_kwargs=chat_template_kwargs; {READS[name]}"
+    )
+    with pytest.raises(ValueError, match=re.escape(error)):
+        sft_samples(chat, row | {"chat_template_kwargs": variables})
 
 
 @every_template
