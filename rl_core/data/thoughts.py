@@ -18,11 +18,19 @@ ANALYSIS = (
     r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>.*?"
     r"(?:<\|end\|>|<\|call\|>|\Z)"
 )
+# Thoughts that are not closed begin a line, or stand behind another mark: elsewhere a text mentions
+# the mark, as it does in quotes.
+PATTERNS = [
+    pattern
+    for opening, closing in MARKS.items()
+    for pattern in (
+        rf"(?<![`'\"]){re.escape(opening)}.*?{re.escape(closing)}",
+        rf"(?:\A|(?<=[\n>\]]))[ \t]*{re.escape(opening)}.*\Z",
+    )
+]
 # Pattern for thoughts up to their closing mark or the end of the text. It needs re.DOTALL and has
 # no capturing group.
-THOUGHTS = "|".join(
-    [*(rf"{re.escape(a)}.*?(?:{re.escape(b)}|\Z)" for a, b in MARKS.items()), ANALYSIS]
-)
+THOUGHTS = "|".join([*PATTERNS, ANALYSIS])
 
 
 def open_mark(prompt: str) -> str | None:

@@ -156,10 +156,24 @@ def test_calls_within_thoughts_are_no_calls(name):
     if name == "gptoss":
         unclosed = [(f"<|channel|>analysis<|message|>I might {spelled}", "hello")]
     else:
-        unclosed = [(planned, "hello<think>\n"), (f"hello <think>{planned}", "hello")]
+        unclosed = [(planned, "hello<think>\n"), (f"hello\n<think>{planned}", "hello")]
     for text, prompt in unclosed:
         cut = completion(chat.encode(text), chat)
         assert chat.tool_calls.read(cut, 0, TOOLS, prompt) == (None, False)
+
+
+@pytest.mark.parametrize("name", sorted(SAID.keys() - {"llama3_1"}))  # Its turn is the call.
+@pytest.mark.parametrize("mention", ["I write <think> first. ", "`<think>`: ", "No '</think>'. "])
+def test_a_mention_of_thoughts_does_not_hide_a_call(name, mention):
+    chat, (call, end, _) = tool_chat(name), SAID[name]
+    said = call.rpartition("</think>\n\n")[2].format("Paris")
+    if name == "gptoss":
+        mention = f"<|channel|>commentary<|message|>{mention}<|end|><|start|>assistant"
+    message, has_failed = chat.tool_calls.read(
+        completion(chat.encode(mention + said + end), chat), 0
+    )
+    city = {"name": "weather", "arguments": {"city": "Paris"}}
+    assert not has_failed and [c["function"] for c in message["tool_calls"]] == [city]
 
 
 ROOT = {
