@@ -36,10 +36,16 @@ ROLES = {
     "function": "tool",
     "ipython": "tool",
     "tool_response": "tool",
+    "tool_result": "tool",
+    "function_response": "tool",
+    "function_result": "tool",
 }
 CANONICAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 # Roles whose content is the JSON text of calls.
 CALL_ROLES = ("function_call", "tool_call")
+# Keys of calls and results in Gemini's and Gemma's messages and parts.
+CALL_PARTS = ("function_call", "functionCall")
+RESULT_KEYS = ("function_response", "functionResponse", "tool_responses", "function_responses")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "reasoning"}
 # Keys for a call's arguments in LangChain, Llama and Anthropic formats.
@@ -72,8 +78,10 @@ def canonical_messages(messages: JSON, notes: list[str] | None = None) -> list[M
         raise ValueError(f"{RULE}, is {shorten(messages)}")
     read = []
     for number, message in enumerate(messages, 1):
+        where = f"message {number}"
         try:
-            read.append(canonical_message(message, f"message {number}", notes))
+            for each in split_results(message, where, notes):
+                read.append(canonical_message(each, where, notes))
         except NoMessageError:
             raise ValueError(f"{RULE}, message {number} is {shorten(message)}") from None
         except ValueError as error:
@@ -112,6 +120,57 @@ def canonical_message(value: JSON, where: str, notes: list[str] | None = None) -
         raise NoMessageError
     check_text(message)
     return message
+
+
+def split_results(value: JSON, where: str, notes: list[str] | None) -> list[JSON]:
+    """The message, and the results of functions in it as messages of tools. An assistant's text
+    follows the results of its calls."""
+    if not isinstance(value, dict):
+        return [value]
+    message, results = dict(value), []
+    if message.get("content") is None and isinstance(message.get("parts"), (list, tuple)):
+        message["content"] = message.pop("parts")  # Gemini
+    content = message.get("content")
+    if isinstance(content, dict) and "response" in content:
+        results, message["content"] = [content], None
+    elif isinstance(content, (list, tuple)) and any(map(function_part, content)):
+        parts = [(item, function_part(item)) for item in content]
+        calls = [item[key] for item, key in parts if key in CALL_PARTS]
+        results = [item[key] for item, key in parts if key in RESULT_KEYS]
+        message["content"] = [item for item, key in parts if not key] or None
+        if calls:
+            message["tool_calls"] = [*(message.get("tool_calls") or []), *calls]
+    for key in RESULT_KEYS:
+        more = message.pop(key, None) or []
+        results += more if isinstance(more, (list, tuple)) else [more]
+    if not results:
+        return [message]
+    if notes is not None:
+        notes.append(f"{where}: results of functions read as messages of tools")
+    tools = [result_message(result, message) for result in results]
+    text = {k: v for k, v in message.items() if k not in ("tool_calls", *THOUGHT_KEYS)}
+    is_text = bool(message.get("content")) and known_role(str(message.get("role"))) != "tool"
+    calling = [message | {"content": None}] if message.get("tool_calls") else []
+    return [*calling, *tools, *([text] if is_text else [])]
+
+
+def function_part(item: JSON) -> str | None:
+    """The key of the call or the result in a part of a content."""
+    keys = (*CALL_PARTS, *RESULT_KEYS) if isinstance(item, dict) else ()
+    return next((key for key in keys if item.get(key) is not None), None)
+
+
+def result_message(result: JSON, message: Message) -> Message:
+    """A tool's message with a result: a text, or an object with a name and a response."""
+    made = {"role": "tool"}
+    if known_role(str(message.get("role"))) == "tool":
+        made = message | made
+    if isinstance(result, dict):
+        names = {"name": result.get("name"), "tool_call_id": result.get("id")}
+        made |= {key: value for key, value in names.items() if value is not None}
+        result = result.get("response", result)
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    return made | {"content": text}
 
 
 def known_role(role: str) -> str:

@@ -695,7 +695,8 @@ READINGS += [
     (assistant("a", **{k: v}), assistant("a", train=False), "not trained") for k, v in UNTRAINED
 ]
 OTHER_ROLES = [(role, "assistant") for role in ("chatgpt", "ai", "bot", "chatbot")]
-OTHER_ROLES += [(role, "tool") for role in ("ipython", "tool_response")]
+OTHER_ROLES += [(role, "tool") for role in ("ipython", "tool_response", "tool_result")]
+OTHER_ROLES += [(role, "tool") for role in ("function_response", "function_result")]
 READINGS += [
     ({"role": role, "content": "a"}, {"role": name, "content": "a"}, f"{role!r} read as {name}")
     for role, name in OTHER_ROLES
@@ -718,6 +719,49 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
     assert canonical_messages([canonical]) == [canonical]
     assert json.dumps(message, default=str) == text
     assert note in " ".join(notes) and (note or not notes)
+
+
+RESPONSE = {"name": "clock", "response": {"time": "12:00"}}
+HEARD = {"role": "tool", "name": "clock", "content": '{"time": "12:00"}'}
+GEMINI_CALL = {"name": "clock", "args": {"zone": "CET"}}
+NOON = [{"type": "text", "text": "noon"}]
+
+
+@pytest.mark.parametrize(
+    "message, canonical",
+    [  # Gemini's parts and keys, Gemma's, and roles of published rows.
+        ({"role": "user", "content": [{"function_response": RESPONSE}]}, [HEARD]),
+        ({"role": "function", "parts": [{"functionResponse": RESPONSE}]}, [HEARD]),
+        (
+            {
+                "role": "user",
+                "parts": [{"functionResponse": RESPONSE | {"id": "c1"}, "text": None}],
+            },
+            [HEARD | {"tool_call_id": "c1"}],
+        ),
+        ({"role": "function_response", "content": RESPONSE}, [HEARD]),
+        ({"role": "function_response", "parts": [], "function_response": RESPONSE}, [HEARD]),
+        ({"role": "tool", "name": "clock", "function_response": '{"time": "12:00"}'}, [HEARD]),
+        (
+            {"role": "user", "parts": [{"function_response": RESPONSE}, {"text": "noon"}]},
+            [HEARD, user(NOON)],
+        ),
+        ({"role": "model", "parts": [{"functionCall": GEMINI_CALL}]}, [CALLED]),
+        (
+            {"role": "assistant", "tool_calls": CALLS, "tool_responses": [RESPONSE, RESPONSE]},
+            [CALLED, HEARD, HEARD],
+        ),
+        (
+            assistant("noon", tool_calls=CALLS, tool_responses=[RESPONSE], thinking="b"),
+            [CALLED | {"reasoning_content": "b"}, HEARD, assistant("noon")],
+        ),
+    ],
+)
+def test_results_of_functions_in_a_message_are_messages_of_tools(message, canonical):
+    text = json.dumps(message)
+    assert canonical_messages([message]) == canonical
+    assert canonical_messages(canonical) == canonical
+    assert json.dumps(message) == text
 
 
 @pytest.mark.parametrize(

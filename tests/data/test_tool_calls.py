@@ -166,11 +166,11 @@ def test_calls_within_thoughts_are_no_calls(name):
 @pytest.mark.parametrize("mention", ["I write <think> first. ", "`<think>`: ", "No '</think>'. "])
 def test_a_mention_of_thoughts_does_not_hide_a_call(name, mention):
     chat, (call, end, _) = tool_chat(name), SAID[name]
-    said = call.rpartition("</think>\n\n")[2].format("Paris")
+    text = call.rpartition("</think>\n\n")[2].format("Paris")
     if name == "gptoss":
         mention = f"<|channel|>commentary<|message|>{mention}<|end|><|start|>assistant"
     message, has_failed = chat.tool_calls.read(
-        completion(chat.encode(mention + said + end), chat), 0
+        completion(chat.encode(mention + text + end), chat), 0
     )
     city = {"name": "weather", "arguments": {"city": "Paris"}}
     assert not has_failed and [c["function"] for c in message["tool_calls"]] == [city]
