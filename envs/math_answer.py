@@ -4,10 +4,10 @@ the reference's, else 0.
     rl-core train --env_path envs/math_answer.py --data.train openai/gsm8k:main --model M --out
     runs/gsm8k
 
-Final is what stands after the last `####` or in the last `\boxed{}`, else the last formula
-or number. Rows need `answer` (a number, LaTeX, or a solution that ends in `#### number`) and their
-problem as `messages`, `prompt`, `question` or `problem`. Without rows: sums of three levels. Curve
-on a CPU: docs/evidence/curves.md.
+Final is what stands after the last `####` or in the last `\boxed{}`, else the last formula or
+number; thoughts hold no answer. Rows need `answer` (a number, LaTeX, or a solution that ends in
+`#### number`) and their problem as `messages`, `prompt`, `question` or `problem`. Without rows:
+sums of three levels. Curve on a CPU: docs/evidence/curves.md.
 """
 
 import random

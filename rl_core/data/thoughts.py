@@ -15,7 +15,7 @@ MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
 }
 # gpt-oss writes thoughts as messages of the analysis channel; a recipient may precede its name.
 ANALYSIS = (
-    r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>.*?"
+    r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).){0,200}<\|message\|>.*?"
     r"(?:<\|end\|>|<\|call\|>|\Z)"
 )
 # Thoughts that are not closed begin a line, or stand behind another mark: elsewhere a text mentions
@@ -31,6 +31,15 @@ PATTERNS = [
 # Pattern for thoughts up to their closing mark or the end of the text. It needs re.DOTALL and has
 # no capturing group.
 THOUGHTS = "|".join([*PATTERNS, ANALYSIS])
+
+
+def without_thoughts(text: str) -> str:
+    """The text without its thoughts; those that are not closed reach to its end. A closing mark
+    alone ends thoughts that the prompt opened."""
+    answer = re.sub(THOUGHTS, "", text, flags=re.DOTALL)
+    for mark in MARKS.values():
+        answer = answer.rpartition(mark)[2]
+    return text if answer == text else answer.lstrip("\n")
 
 
 def open_mark(prompt: str) -> str | None:

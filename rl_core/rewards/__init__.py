@@ -87,10 +87,11 @@ def needing(function: str, extra: str) -> Iterator[None]:
 
 
 def maths(text: str, answer: str | float | list[str]) -> float:
-    r"""1 if the final answers are equal as mathematics, else 0. Final is what stands after the last
-    `####` (GSM8K) or in the last `\boxed{}` (MATH, arXiv:2103.03874), whichever comes later, else
-    the last formula or number. The reference may be LaTeX without dollars. A list of texts, or its
-    JSON text, holds alternatives of which each is right. See rl_core/rewards/math_answers.py."""
+    r"""1 if the final answers are equal as mathematics, else 0. Thoughts hold no answer. Final
+    is what stands after the last `####` (GSM8K), in the last `\boxed{}` (MATH,
+    arXiv:2103.03874) or `<answer>`, whichever comes last, else the last formula or number. The
+    reference may be LaTeX without dollars. A list of texts, or its JSON text, holds
+    alternatives of which each is right. See rl_core/rewards/math_answers.py."""
     final = final_answer(str(text))
     references = [reference_answer(each) for each in alternatives(answer)]
     return float(any(is_equal(final, reference) for reference in references))

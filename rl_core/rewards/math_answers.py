@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
+from rl_core.data.thoughts import without_thoughts
+from rl_core.rewards.units import LETTERS, unit_value
+
 NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 MAX_CHARS = 2000  # Longest answer.
 MAX_BOXES = 20  # Most boxes of a list.
@@ -41,7 +44,7 @@ SIGNS = {
     "lfloor": "⌊", "rfloor": "⌋", "lceil": "⌈", "rceil": "⌉", "vert": "|", "lvert": "|",
     "rvert": "|", "mid": "|", "emptyset": "∅", "varnothing": "∅", "lbrace": "⦃", "rbrace": "⦄",
     "lbrack": "[", "rbrack": "]", "prime": "'", "approx": "≈", "equiv": "≡", "land": ",",
-    "wedge": ",", "or": ",", "lor": ",", "vee": ",", "setminus": "∖", "backslash": "∖",
+    "wedge": ",", "or": "∨", "lor": "∨", "vee": "∨", "setminus": "∖", "backslash": "∖",
     "degree": "°", "colon": ":", "ldots": "…", "dots": "…", "cdots": "…",
 }  # fmt: skip
 LAYOUT = {
@@ -79,9 +82,14 @@ OPEN, CLOSED = "([{⦃⟨", ")]}⦄⟩"
 # Letters right after a number are a product of variables (6abc, 6m), except for these units.
 CLOSE_UNITS = r"(?:cm|mm|km|kg|mg|ml|mL|ft|in|yd|mi|lb|oz|hr|am|pm|mph|rad|deg|m/s)"
 UNITS = rf"(?:{CLOSE_UNITS}|[a-zA-Z]{{3,}}|[msghL])"
-UNIT_POWER = r"\.?(?:\^\{?[23]\}?)?"
+UNIT_POWER = r"\.?(?:\^\{?-?[1-4]\}?)?"
 BASE = r"([0-9A-F]+)_\{?(\d+)\}?"
+# A function's value, a probability, a segment or an angle.
+NAME = r"[fghpquvFGHQ]'*\([\w.,-]+\)|[A-Za-z]\w*\([a-z,]+\)|[A-Za-z]{2,}\([\w,]+\)|"
+NAME += r"(?:P|E|Pr|Var)\([^()]*\)|[A-Z]{2,4}|\|[A-Z]{2,4}\||m?\\angle\w+|\[[A-Z]{3,}\]"
 CLOCK = r"(\d{1,2}):(\d\d)(?:([ap])\.?m\.?)?"
+DEGREES = r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°|\^\{?°\}?)(?:\s|~|\\[,;! ])*"
+CELSIUS = r"(?:\\(?:text|mathrm|mathit|rm)\s*\{?)?\s*([CF])(?![A-Za-z])\}?"
 # Markdown headings such as "#### Step 2" and "#### 2. Then", which are not answers.
 HEADING = r"[*_\s]*(?:\d+[.):]\s+[A-Za-z]|[A-Za-z][A-Za-z'’-]*(?:[\s:*]|$))"
 # Words in a text group that change the value next to it, and so are not units.
@@ -94,6 +102,11 @@ MODIFIER = re.compile(
 # Words that stand for an absent answer.
 ABSENT = {"", "none", "null", "nan", "n/a", "na", "?", "unknown"}
 MAX_WORDS = 3  # Most words of a reference without mathematics.
+VERDICT = r"(?i)(?:yes|no|true|false)(?:[.,!;]|$)"
+# A letter with a delimiter, alone or before the text of its option: (B), C) 12, E: words.
+OPTION = re.compile(r"\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*(?:\)|[.:](?=\s|$)|$))\s*(.*)", re.S)
+OPTIONS = re.compile(r"\(?\b[A-J]\)|\b[A-J][.:]\s|(?:or|and|[,/])\s*[A-J]\s*$")
+STYLE = r"\\(?:text|mbox|mathrm|mathbf|mathit|bm|boldsymbol|mathsf)(?:bf|it|rm|sf|normal)?\s*\{"
 
 
 class Unknown(Exception):
@@ -104,15 +117,32 @@ class Unknown(Exception):
 
 
 def final_answer(text: str) -> str:
-    r"""The text of the final answer: after the last `####` or in the last `\boxed{}`, whichever
-    comes later, else the last formula or number. "" if there is none."""
-    box, box_end = last_box(text)
-    line, line_start = last_line(text)
-    if line and line_start > box_end:
-        return line
-    if box:
-        return box
-    return last_expression(text)
+    r"""The text of the final answer behind all thoughts: after `####`, in `\boxed{}` or `<answer>`,
+    whichever comes last, or in a later line "Answer: ...". Without any, the last formula or number,
+    or a reply of few words. "" if there is none."""
+    text = without_thoughts(text)
+    answer, end = max(
+        last_box(text), last_line(text), last_tag(text), key=lambda candidate: candidate[1]
+    )
+    if end < 0:
+        return last_expression(text)
+    for match in re.finditer(r"(?i)\banswer(?:\s+is)?[*_\s]*:[*_\s]*", text[end:][-MAX_CHARS:]):
+        rest = text[end:][-MAX_CHARS:][match.end() :].partition("\n")[0]
+        answer = stated(rest) or answer
+    return answer
+
+
+def last_tag(text: str) -> tuple[str, int]:
+    """(answer in the last <answer> element, its end)."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    content = text[start + 8 : end].strip() if 0 <= start < end else ""
+    if not content:
+        return "", -1
+    words = re.findall(r"(?<![\\{A-Za-z])[A-Za-z]{2,}", content)
+    if "boxed" in content or "answer" in words or len(words) > MAX_WORDS:
+        content = final_answer(content)
+    return content, end
 
 
 def last_box(text: str) -> tuple[str, int]:
@@ -184,16 +214,31 @@ PLAIN = rf"(?<![\d)\w.])[-−–]?\s?(?:\\?\$\s?)?(?:{NUMBER})(?:\s*/\s*(?:{NUMB
 
 
 def last_expression(text: str) -> str:
-    """The first formula or number after the last "answer is" or "answer:", else the last one."""
+    """The first formula or number after the last "answer is" or "answer:", else a last line that is
+    an option or a verdict, else the last formula or number, else a text of few words."""
     text = text[-MAX_CHARS:]
     for match in reversed([*re.finditer(r"(?i)answer(?:\s+is|\s*:)[:\s*]*", text)]):
-        rest = text[match.end() :].partition("\n")[0]
-        if choice := re.match(r"\(?([A-Z])\)?[.*]*(?:\s|$)", rest):
-            return choice[1]
-        if spans := expressions(rest):
-            return min(spans)[2]
-    spans = expressions(text)
-    return max(spans, key=lambda span: span[1])[2] if spans else ""
+        if answer := stated(text[match.end() :].partition("\n")[0]):
+            return answer
+    line = re.sub(r"\*\*|__", "", text).strip().rpartition("\n")[2].strip()
+    if option(line) or re.fullmatch(VERDICT, line):
+        return line
+    if spans := expressions(text):
+        return max(spans, key=lambda span: span[1])[2]
+    return line if len(text.split()) <= MAX_WORDS else ""
+
+
+def stated(rest: str) -> str:
+    """The option, formula, number or verdict that a line begins with or has first; "" if none."""
+    rest = re.sub(r"\*\*|__", "", rest).strip()
+    if choice := re.match(r"\(?([A-Z])\)?[.]*(?:\s|$)", rest):
+        return choice[1]
+    if option(rest):
+        return rest
+    if spans := expressions(rest):
+        return min(spans)[2]
+    verdict = re.match(VERDICT, rest)
+    return verdict[0] if verdict else ""
 
 
 def expressions(text: str) -> list[tuple[int, int, str]]:
@@ -236,10 +281,10 @@ def reference_answer(answer: object) -> str:
         is_prose = re.search(r"[A-Za-z]{2,}", around)
         if is_prose and formulas:
             final = max(formulas, key=lambda span: span[1])[2]
-    is_math = re.search(r"[\d\\$=^_(\[]|^\W*\w\W*$", final)
+    is_math = option(final) or re.search(r"[\d\\$=^_(\[]|^\W*\w\W*$", final)
     is_absent = final.casefold() in ABSENT
     try:
-        is_absent |= not cleaned(final) or not (is_math or len(final.split()) <= MAX_WORDS)
+        is_absent |= not cleaned(final)[0] or not (is_math or len(final.split()) <= MAX_WORDS)
     except Unknown:
         is_absent = True
     if is_absent:
@@ -247,11 +292,26 @@ def reference_answer(answer: object) -> str:
     return final
 
 
+def option(text: str) -> tuple[str, str] | None:
+    """(letter, text of the option) of a choice such as (B) or C) 12; None for other texts and for
+    several options."""
+    plain = re.sub(STYLE + r"|[{}$*~]|\\[ ,;:!]|\\q?quad", " ", text)
+    match = OPTION.fullmatch(plain)
+    if match is None or OPTIONS.search(match[3]):
+        return None
+    letter = match[1] or match[2]
+    rest = re.sub(rf"(?s)^.*?{letter}\s*\}}?\s*(?:[).:]\s*)?\}}?", "", text, count=1)
+    if rest.count("}") > rest.count("{"):
+        rest = rest.rstrip("$ ").removesuffix("}")
+    return letter, rest if match[3] else ""
+
+
 # Conversion of LaTeX to text with one character for each sign
 
 
-def cleaned(text: str) -> str:
-    """The answer without layout, units, money and percent signs; text groups become `“text”`."""
+def cleaned(text: str) -> tuple[str, str]:
+    """(the answer without layout, units, money and percent signs, its unit); text groups become
+    `“text”`."""
     if len(text) > MAX_CHARS:
         raise Unknown
     for character, same in CHARACTERS.items():
@@ -262,21 +322,28 @@ def cleaned(text: str) -> str:
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\\[dt]binom(?![A-Za-z])", r"\\binom", text)
     text = re.sub(r"\\operatorname\*?\s*\{(\w+)\}", r"\\\1 ", text)
+    text = re.sub(DEGREES + CELSIUS, r" “deg\1” ", text)
+    text = re.sub(rf"(?<=[\d}})])\s*{DEGREES}(?=[\s$.]*$)", " “deg” ", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°|\^\{?°\}?", " ", text)
     text = re.sub(r"(\d)(?:,\\!|\\!,|\{,\}|\\,|\\!)\s*(?=\d{3}(?!\d))", r"\1", text)
     text = re.sub(r"(?<!\\)\\[,;:! ]|\\\$|\\?%|~|€|£", " ", text)
     text = text.replace(r"\{", "⦃").replace(r"\}", "⦄").replace("\\|", "|")
     text = re.sub(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathit|mathbf|mathsf|mathcal|"
-                  r"textnormal|bm|boldsymbol)\s*\{([^{}]*)\}", text_group, text)  # fmt: skip
+                  r"textnormal|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+                  text_group, text)  # fmt: skip
+    text = re.sub(r"\\mu\s*“\s*", "“µ", text)
     text = re.sub(r"\\([A-Za-z]+) ?", command, text)
     text = re.sub(r"(?<=[\d.])[eE]([+-]?\d+)(?![\w.])", r"*10^{\1}", text)
     text = " ".join(text.split())
-    text = re.sub(r"(?<=[\d)\]}⦄]),? (?:and|or) ", ",", text)
+    text = re.sub(r"(?<=[\d)\]}⦄⟩]),? and ", ",", text)
+    text = re.sub(r"(?<=[\w)\]}⦄⟩]),? or (?=.*[<>≤≥])|(?<=[\d)\]}⦄⟩]),? or ", "∨", text)
+    is_region = all(re.search("[<>≤≥∈]", side) for side in text.split("∨"))
+    text = text.replace("∨", "∪" if is_region else ",")
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
-        return text.replace(" ", "")
-    text = without_units(text).strip()
-    choice = re.fullmatch(r"\(([A-Za-z])\)", text)
-    return choice[1] if choice else text
+        return text.replace(" ", ""), ""
+    text, unit = without_units(text)
+    choice = re.fullmatch(r"\(([A-Za-z])\)", text.strip())
+    return choice[1] if choice else text.strip(), unit
 
 
 def command(match: re.Match[str]) -> str:
@@ -291,37 +358,43 @@ def text_group(match: re.Match[str]) -> str:
     text."""
     text = " ".join(match[1].split())
     if re.fullmatch(r"(?:,\s*)?(?:and|or)", text):
-        return ","
-    if re.fullmatch(r"\(?[A-Za-z]\)?", text):
+        return "," if text.endswith("and") else "∨"
+    before = re.sub(r"[\s~]+$", "", match.string[: match.start()])
+    is_letter = re.fullmatch(r"\(?[A-Za-z]\)?", text)
+    if is_letter and not (text in LETTERS and re.search(r"[\d)}/*”µ]$|\\mu$|\\cdot$", before)):
         return text
     is_applied = text.isalpha() and re.match(r"\s*\(", match.string[match.end() :])
     if text in FUNCTIONS or text == "pi" or is_applied:
         return f"\\{text} "  # A function may be unknown: \text{lcm}(4,6).
     if re.match(r"-?[\d.]", text) and not re.fullmatch(CLOCK, text.replace(" ", "")):
         return text
-    return f" “{text.casefold()}” " if text else " "
+    if text and not unit_value(text):
+        text = text.casefold()
+    return f" “{text}” " if text else " "
 
 
-def without_units(text: str) -> str:
-    """The text without units after a value and without a final full stop."""
+def without_units(text: str) -> tuple[str, str]:
+    """(the text without units after a value and without a final full stop, the unit)."""
     text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", text.strip())
     # A text group alone is the answer.
-    bare = re.sub(r"“[^“”]*”(?:\s*\^\s*\{?\d\}?)?", " ", text)
+    group = r"(?:[*/]\s*)?“[^“”]*”(?:\s*\^\s*\{?-?\d\}?)?"
+    bare, unit = re.sub(group, " ", text), ""
     words = [word.strip() for word in re.findall(r"“([^“”]*)”", text)]
     is_clock = any(re.fullmatch(r"[ap]\.?\s?m\.?", word) for word in words)
     is_unit = not any(map(MODIFIER.search, words))
     if re.search(r"[\w∞∅)\]}⦄⟩]", bare) and not is_clock and is_unit:
+        unit = " ".join(re.findall(group, text))
         text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", " ".join(bare.split()))
-    unit = rf"(?:{CLOSE_UNITS}|\s+{UNITS}){UNIT_POWER}(?:[\s/]+{UNITS}{UNIT_POWER})*"
-    value = re.fullmatch(rf"(.*[\d}})])\s*{unit}", text)
+    plain = rf"(?:{CLOSE_UNITS}|\s+{UNITS}){UNIT_POWER}(?:[\s/*]+{UNITS}{UNIT_POWER})*"
+    value = re.fullmatch(rf"(.*[\d}})])\s*({plain})", text)
     # Letters after a variable are further variables, not a unit.
     if (
         value
         and not MODIFIER.search(text)
         and not re.search(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])", value[1])
     ):
-        return value[1]
-    return text
+        return value[1], value[2]
+    return text, unit
 
 
 def canonical(text: str) -> str:
@@ -718,7 +791,10 @@ def read(text: str, depth: int = 0) -> AnswerNode:
         return make("base", mark=f"{match[1]} {match[2]}")
     if match := re.fullmatch(CLOCK, name):
         return make("clock", mark=f"{int(match[1])}:{match[2]}{match[3] or ''}")
-    for kind, signs in (("list", ",;"), ("relation", RELATIONS), ("union", "∪")):
+    # A = (1,2)∪(3,4) is an equation, and x<1∪x>2 a region.
+    is_region = all(re.search(f"[{RELATIONS}∈]", side) for side in text.split("∪"))
+    kinds = [("relation", RELATIONS), ("union", "∪")]
+    for kind, signs in (("list", ",;"), *(reversed(kinds) if is_region else kinds)):
         parts, marks = split_outside(text, signs)
         if len(parts) > 1 and not (kind == "list" and depth == 0 and is_thousands(text)):
             if not all(map(str.strip, parts)):
@@ -839,11 +915,11 @@ def same_items(first: Sequence[AnswerNode], second: Sequence[AnswerNode]) -> boo
 def is_name(node: AnswerNode) -> bool:
     """True for a variable, f(x), or a tuple of variables, which name the value after an equals
     sign."""
-    if node.kind == "expression":
-        return node.tree[0] == "sym"
+    if node.kind == "expression" and node.tree[0] == "sym":
+        return True
     if node.kind == "brackets":
         return node.mark == "()" and all(map(is_name, node.items))
-    return re.fullmatch(r"[A-Za-z]\w*\([a-z,]+\)|\\angle\w+", node.text) is not None
+    return re.fullmatch(NAME, node.text) is not None
 
 
 def without_name(node: AnswerNode, other: AnswerNode) -> AnswerNode:
@@ -973,10 +1049,23 @@ def is_terminating(value: Fraction) -> bool:
 
 def is_equal(answer: str, reference: str) -> bool:
     """True if two answers are equal as mathematics."""
+    if answer.strip() == reference.strip() != "":
+        return True
+    a, b = option(answer), option(reference)
+    if a and b:
+        is_same = not (a[1] and b[1]) or not re.search(r"\d", a[1] + b[1]) or is_equal(a[1], b[1])
+        return a[0] == b[0] and is_same
+    if (a and a[1]) or (b and b[1]):
+        return is_equal(a[1] if a else answer, b[1] if b else reference)
     try:
-        first, second = cleaned(answer), cleaned(reference)
+        (first, unit), (second, other) = cleaned(answer), cleaned(reference)
         if not first or not second:
             return False
+        units = [unit_value(each) for each in (unit, other)]
+        if units[0] and units[1] and units[0] != units[1]:
+            if units[0][1] != units[1][1]:
+                return False
+            first = f"({first})*{units[0][0] / units[1][0]}"
         is_text = all(re.fullmatch("[A-Za-z“” ]+", text) for text in (first, second))
         if is_text and canonical(first).casefold() == canonical(second).casefold():
             return True

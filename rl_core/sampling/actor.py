@@ -14,6 +14,7 @@ from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream
 from rl_core.data.messages import canonical_messages, canonical_tools, shorten
+from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
@@ -521,12 +522,6 @@ def check_room(num_tokens: int, max_context_tokens: int, bound: str = "") -> Non
             f"a prompt of {bound}{num_tokens} tokens fills the context of {max_context_tokens}; "
             "raise --max_prompt_tokens"
         )
-
-
-def without_thoughts(text: str) -> str:
-    """Text behind the last </think>, or the text itself if it has none."""
-    _, ended, answer = text.rpartition("</think>")
-    return answer.lstrip("\n") if ended else text
 
 
 def as_messages(messages: str | Sequence[Message]) -> list[Message]:

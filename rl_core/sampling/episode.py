@@ -11,8 +11,9 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.messages import shorten, with_text_arguments
 from rl_core.data.tasks import row_tools
+from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
-from rl_core.sampling.actor import Conversation, EpisodeActors, without_thoughts
+from rl_core.sampling.actor import Conversation, EpisodeActors
 from rl_core.sampling.hooks import (
     Hook,
     add_parts,

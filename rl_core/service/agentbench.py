@@ -26,8 +26,9 @@ from urllib.parse import parse_qsl, quote, urlsplit
 import aiohttp
 
 from rl_core.data.messages import shorten, with_text_arguments
+from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
-from rl_core.sampling.actor import Actor, Conversation, EpisodeActors, without_thoughts
+from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
 from rl_core.sampling.hooks import finite
 from rl_core.types import JSON, JSONObject, Message, Row, Task, Trajectory
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kit import ROOT
 
+from rl_core.data.thoughts import MARKS
 from rl_core.rewards import maths
 from rl_core.rewards.math_answers import is_equal
 
@@ -97,6 +98,68 @@ PLACED = [
 @pytest.mark.parametrize("reply, reference, reward", PLACED)
 def test_the_final_answer_is_found_wherever_it_stands(reply, reference, reward):
     assert maths(reply, reference) == reward
+
+
+# Replies whose answer is an option or a word, or stands behind another.
+STATED = [
+    ("B", "B", 1), ("C", "B", 0), ("**C**", "C", 1), ("**C**", "B", 0), ("(D)", "D", 1), ("Yes", "Yes", 1), ("No", "Yes", 0),
+    ("Yes.", "yes", 1), ("<answer>B</answer>", "B", 1), ("<answer>C</answer>", "B", 0), ("<answer> $\\frac12$ </answer>", "0.5", 1),
+    ("<answer>The answer is 7.</answer>", "7", 1), ("<answer>6</answer> or <answer>7</answer>", "7", 1),
+    ("<answer>6</answer> or <answer>7</answer>", "6", 0), ("\\boxed{3} <answer>7</answer>", "7", 1), ("\\boxed{3} <answer>7</answer>", "3", 0),
+    ("<answer>\\boxed{7}</answer>", "7", 1), ("<answer>7</answer> \\boxed{8}", "8", 1), ("<answer></answer> 7", "7", 1), ("<answer>7", "7", 1),
+    ("There are \\boxed{3} cases.\n\n**Answer: D**", "D", 1), ("There are \\boxed{3} cases.\n\n**Answer: D**", "3", 0),
+    ("\\boxed{3}\n**Answer:** D", "D", 1), ("\\boxed{3}\nFinal Answer: $\\frac{1}{2}$", "0.5", 1), ("\\boxed{3}\nAnswer: see above", "3", 1),
+    ("\\boxed{3}. Is that the answer: no doubt.", "3", 1), ("\\boxed{C}\nAnswer: D", "C", 0), ("Answer: D\nHence \\boxed{C}", "C", 1),
+    ("3+4=7, so\n\nB", "B", 1), ("3+4=7, so\n\n**(B) 7**", "B", 1), ("3+4=7, so\n\n(B) 7", "C", 0), ("It is odd.\nNo.", "No", 1),
+    ("The answer is yes.", "Yes", 1), ("The answer is no.", "Yes", 0), ("The answer is C) 12", "C", 1), ("I would say B or C.", "B", 0),
+    ("A", "A solution", 0), ("12", "C) 12", 1), ("\\boxed{A) 5 or B) 6}", "A", 0), ("Paris", "Paris", 1), ("not Paris", "Paris", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reply, reference, reward", STATED)
+def test_an_option_a_word_or_a_later_statement_is_the_answer(reply, reference, reward):
+    assert maths(reply, reference) == reward
+
+
+GPT_OSS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize("opened, closed", [*MARKS.items(), GPT_OSS], ids=lambda mark: mark)
+def test_thoughts_hold_no_answer(opened, closed):
+    right, wrong = "so \\boxed{5}", "so \\boxed{6}"
+    replies = {
+        opened + right: 0,
+        opened + right + closed: 0,
+        opened + right + closed + "I do not know.": 0,
+        opened + wrong + closed + right: 1,
+        opened + right + closed + wrong: 0,
+        opened + wrong + closed + "\n\nThe answer is 5.": 1,
+        f"{opened}#### 6\n<answer>6</answer>{closed}<answer>5</answer>": 1,
+        f"{right}\n{opened}{wrong}": 1,
+    }
+    if closed in MARKS.values():  # The prompt may have opened the thoughts.
+        replies |= {wrong + closed + right: 1, right + closed: 0, right + closed + wrong: 0}
+    assert {reply: maths(reply, "5") for reply in replies} == replies
+
+
+# Reference, the same otherwise, and answers that differ from both: another option, unit or end.
+NEAR_MISSES = [
+    line.split("\t")
+    for line in (ROOT / "tests/cases/math_near_misses.tsv").read_text("utf-8").splitlines()
+]
+
+
+@pytest.mark.parametrize("reference, right, wrong", [(a, b, c) for a, b, *c in NEAR_MISSES])
+def test_a_near_miss_of_a_published_answer_is_wrong(reference, right, wrong):
+    for answer in (reference, right):
+        assert maths(f"Hence \\boxed{{{answer}}}.", reference) == 1, answer
+    for answer in wrong:
+        assert maths(f"Hence \\boxed{{{answer}}}.", reference) == 0, answer
+
+
+def test_the_near_misses_are_many():
+    assert len(NEAR_MISSES) >= 120
+    assert sum(len(row) - 2 for row in NEAR_MISSES) >= 240
 
 
 NO_ANSWERS = ["", " ", None, "none", "NaN", "it has no answer at all", "$$", [], '["$$"]']

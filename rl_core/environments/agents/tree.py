@@ -24,8 +24,9 @@ from hashlib import sha256
 from zlib import crc32
 
 from rl_core.data.images import key_of as image_key
+from rl_core.data.thoughts import without_thoughts
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
-from rl_core.sampling.actor import Actor, Conversation, without_thoughts
+from rl_core.sampling.actor import Actor, Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, JSONObject, Message, Trajectory, Turn
