@@ -32,7 +32,11 @@ CAPTIONS = {
     "Inside": "house api CONTRIBUTING CHANGELOG",
 }
 API = {
-    "Scripts and notebooks": ["rl_core.api.train: train TrainResult", "rl_core: reward"],
+    "Scripts and notebooks": [
+        "rl_core.api.train: train TrainResult",
+        "rl_core: reward",
+        "rl_core.view.notebook: view",
+    ],
     "What flows": [
         "rl_core.types: Task SamplingParams Completion Turn Trajectory TrainingSample PackedBatch "
         "RunError"
@@ -49,8 +53,15 @@ API = {
     "Advantages and losses": ["rl_core.algorithms"],
     "Metrics": ["rl_core.metrics", "rl_core.run.display.metric_table: describe Row"],
 }
-# Lines of code have up to 100 columns, tables more.
-STYLE = "@media (min-width: 1200px) { .content { width: 60em; } } pre { font-size: 80%; }"
+# Lines of code have up to 100 columns, tables more. Where Furo shows both of its columns of 15em,
+# the text and its 6em of padding have the rest.
+STYLE = """
+@media (min-width: 82em) {
+  .content { width: min(60em, 100vw - 37em); }
+  .sidebar-drawer { width: calc(50% - 33em); }
+}
+pre { font-size: 80%; }
+"""
 CONF = """
 import re
 

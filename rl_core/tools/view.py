@@ -25,11 +25,10 @@ def main(argv: list[str]) -> int:
         "--report", metavar="FILE", help="write the page with its data into one file instead"
     )
     options = parser.parse_args(argv)
-    from rl_core.view.data import RunFolder, inner_runs
+    from rl_core.view.data import runs_in
 
     folders = [Path(name) for name in options.runs]
-    # A folder without runs is refused by RunFolder.
-    runs = [RunFolder(path) for folder in folders for path in inner_runs(folder) or [folder]]
+    runs = runs_in(folders)
     if options.report:
         from rl_core.view.report import write_report
 

@@ -449,6 +449,11 @@ def inner_runs(folder: Path, depth: int = 3) -> list[Path]:
     return [run for runs in inner for run in runs]
 
 
+def runs_in(folders: Iterable[Path]) -> list[RunFolder]:
+    """The runs that these folders are or hold. Raises ValueError for a folder without one."""
+    return [RunFolder(path) for folder in folders for path in inner_runs(folder) or [folder]]
+
+
 def axis_range(values: Iterable[float]) -> tuple[float, float] | None:
     """The range of an axis on which these values are a flat line; None if they are not."""
     values = list(values)

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.run.display.metric_table import describe
+from rl_core.run.display.metric_table import Row, describe
 from rl_core.view.data import PANELS, Entry, RunFolder, panels_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
         "names": names,
         "rows": [[row["step"], *(rounded(row.get(name)) for name in names)] for row in rows],
         "panels": panels_of(every_name),
-        "about": descriptions(every_name),
+        "about": {name: about(row) for name, row in described(every_name).items()},
+        "units": {name: row.unit for name, row in described(every_name).items()},
         "warnings": run.warnings,
         "facts": run.facts,
         "notes": run.notes,
@@ -100,10 +101,11 @@ def rounded(value: float | None) -> float | None:
 
 
 @lru_cache(maxsize=8)
-def descriptions(names: frozenset[str]) -> dict[str, str]:
-    """Metric -> its meaning, unit and healthy values."""
-    rows = {name: row for name in names if (row := describe(name))}
-    return {
-        name: f"{row.meaning} ({row.unit})" + (f"; healthy: {row.healthy}" if row.healthy else "")
-        for name, row in rows.items()
-    }
+def described(names: frozenset[str]) -> dict[str, Row]:
+    """Metric -> its row in the table of metrics."""
+    return {name: row for name in names if (row := describe(name))}
+
+
+def about(row: Row) -> str:
+    """Its meaning, unit and healthy values."""
+    return f"{row.meaning} ({row.unit})" + (f"; healthy: {row.healthy}" if row.healthy else "")

@@ -153,14 +153,21 @@ def search(run: RunFolder, request: web.Request) -> dict:
     return {"found": hits, "next": number if number < len(run.entries) else None}
 
 
-async def serve(runs: list[RunFolder], host: str, port: int, folders: Iterable[Path] = ()) -> None:
-    """Until Ctrl-C. A loopback address answers only requests that name it."""
+async def start_server(
+    runs: list[RunFolder], host: str, port: int, folders: Iterable[Path] = ()
+) -> int:
+    """The port. A loopback address answers only requests that name it."""
     hosts = LOCAL if host in LOCAL else set()
     app = Viewer(runs, folders).app(hosts)
     server = HttpServer(app, has_keys=False, max_strangers=MAX_STRANGERS)
     try:
-        port = await server.listen(host, port)
+        return await server.listen(host, port)
     except OSError as error:
         raise ValueError(f"--port={port}: {error.strerror}; --port 0 takes a free one") from None
+
+
+async def serve(runs: list[RunFolder], host: str, port: int, folders: Iterable[Path] = ()) -> None:
+    """Until Ctrl-C."""
+    port = await start_server(runs, host, port, folders)
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}/    Ctrl-C ends it", flush=True)
     await asyncio.Event().wait()

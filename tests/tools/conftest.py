@@ -8,7 +8,7 @@ import threading
 import pytest
 from view_parts import CHROMIUM, QUIET, SCREENS, TIMEOUT_MS
 
-from rl_core.view.data import RunFolder, inner_runs
+from rl_core.view.data import runs_in
 from rl_core.view.server import Viewer
 
 
@@ -34,8 +34,7 @@ def serve():
     runners = []
 
     async def start(folders) -> str:
-        runs = [RunFolder(run) for folder in folders for run in inner_runs(folder) or [folder]]
-        app = Viewer(runs, folders).app({"127.0.0.1"})
+        app = Viewer(runs_in(folders), folders).app({"127.0.0.1"})
         runners.append(web.AppRunner(app))
         await runners[-1].setup()
         await web.TCPSite(runners[-1], "127.0.0.1", 0).start()

@@ -333,6 +333,11 @@ rows = [{"prompt": str(n)} for n in range(8)]
 ---
 train(Config(out="run", **small), env=lambda completion: len(completion), data=rows)
 ---
+train(Config(out="run", resume=True, **small | {"num_steps": 5}), env=lambda completion: len(completion), data=rows)
+---
+from rl_core import view
+view("run", height=500)
+---
 Config(num_generations=8)
 ---
 train(Config(out="wrong", **small), env=len, data=[{"promt": "1"}])
@@ -351,7 +356,7 @@ def test_a_notebook_shows_a_chart_and_a_mistake_in_one_line(tiny_model, tmp_path
     options = {"kernel_name": "python3", "allow_errors": True, "timeout": 120}
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, resources=resources, **options).execute()
-    _, ran, name, column, raised = (cell.outputs for cell in notebook.cells)
+    _, ran, resumed, shown, name, column, raised = (cell.outputs for cell in notebook.cells)
     # One display, in which the last step has replaced the others, and no line of a step.
     [chart] = [output.data for output in ran if output.output_type == "display_data"]
     assert chart["text/plain"].startswith("step 3/3  reward ")
@@ -359,6 +364,11 @@ def test_a_notebook_shows_a_chart_and_a_mistake_in_one_line(tiny_model, tmp_path
     assert titles == ["reward", "tokens", "entropy"]
     points = re.search(r'points="(.*?)"', chart["text/html"])[1].split()
     assert [point.split(",")[0] for point in points] == ["0.0", "100.0", "200.0"]
+    [chart] = [output.data for output in resumed if output.output_type == "display_data"]
+    points = re.search(r'points="(.*?)"', chart["text/html"])[1].split()
+    assert [point.split(",")[0] for point in points] == ["0.0", "50.0", "100.0", "150.0", "200.0"]
+    [page] = [output.data["text/html"] for output in shown]
+    assert re.match(r'<iframe src="http://127.0.0.1:\d+/" width="100%" height="500"', page)
     printed = "".join(output.text for output in ran if output.output_type == "stream")
     assert "\ndone: step 3 of 3 in " in printed and "\nstep " not in printed
     assert ran[-1].data["text/plain"].startswith("TrainResult: step 3 in run; policy/reward ")

@@ -139,13 +139,13 @@ def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(
     count(page, "8 of 32 trajectories, mean reward 0.75")
     page.get_by_label("Reward from").fill("1.5")
     count(page, "1 of 32")
-    page.locator("#list tbody button").press("Enter")
+    page.locator("#list tbody th button").press("Enter")
     page.get_by_role("button", name="This actor").click()
     has(page, "#reader .says p", ["guess 1", "high 2", "low 2"])
     page.get_by_label("Reward from").fill("")
     page.get_by_label("Failure reason").fill("too LONG")
     count(page, "1 of 32")
-    page.locator("#list tbody button").click()
+    page.locator("#list tbody th button").click()
     page.get_by_text("Failed: the hook took too long").wait_for()
     page.get_by_label("Failure reason").fill("")
     page.get_by_label("Search in texts").fill("HIGH 1")
@@ -187,12 +187,16 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
         odd.env = env
         write_trajectories(tmp_path / f"a/rollouts/{name}.jsonl.zst", [odd])
     page = page_of(serve(tmp_path / "a", tmp_path / "b") + "#talks")
+    count(page, "73 of 74 ")  # Training's.
+    page.locator("#talks [name=kind]").select_option("greedy")
+    count(page, "1 of 74 ")
+    page.locator("#talks [name=kind]").select_option("all")
     count(page, "74 of 74 ")
     open_filters(page)
     page.get_by_label("Search in texts").fill("reply 6")  # 6, and 60 to 69
     count(page, "11 of 74 ")
     page.get_by_label("Search in texts").fill("")
-    chosen = {"run": ("a", 4), "kind": ("greedy", 1), "env": ("digits", 1), "status": ("ok", 74)}
+    chosen = {"run": ("a", 4), "env": ("digits", 1), "status": ("ok", 74)}
     typed = {
         "step": ("2", 2),
         "task": ("n/69", 1),
@@ -212,7 +216,7 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
                 head.get_by_role("button").click()
             assert shown(page, "#list .reward")[0] == reward, (name, direction)
     page.locator("#list thead th", has_text="step").get_by_role("button").click()
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     # And not that of step 2, of the same name.
     page.get_by_role("button", name="Group of 2").wait_for()
     # It was resumed.
@@ -270,7 +274,7 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
     game, serve, page_of, tmp_path
 ):
     page = page_of(serve(game) + "#talks")
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     page.get_by_role("button", name="All actors").click()
     has(page, "#reader .who", 3)
     assert shown(page, "#reader .who") == ["user to ann", "ann", "ben"]
@@ -289,7 +293,7 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
     open_filters(page)
     page.locator("#talks [name=step]").fill("3")
     count(page, "2 of")
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     page.get_by_role("button", name="All actors").click()  # who do not hear each other
     has(page, "#reader h3", ["ann  reward 0", "ben  reward 0.25"])
     asked = {"role": "user", "content": "guess"}
@@ -306,7 +310,7 @@ def test_several_actors_are_one_chat_and_a_group_stands_side_by_side(
     write_trajectories(game / "rollouts/step_000004.jsonl.zst", alone)
     page.locator("#talks [name=step]").fill("4")
     has(page, "#list tbody td:nth-child(2)", ["4", "4"])
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     has(page, "#reader .who", ["user to ann", "ann", "ben"])
     assert shown(page, "#reader .call summary") == ["dice()"]
     assert shown(page, "#reader .thought summary") == ["Thoughts, 1 words"]
@@ -328,7 +332,7 @@ def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of)
     )
     write_step(tmp_path, 1, [ben, ann])
     page = page_of(serve(tmp_path) + "#talks")
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     page.get_by_role("button", name="All actors").click()
     page.locator("#reader .who").last.wait_for()
     spoke = [who for who in shown(page, "#reader .who") if who in ("ann", "ben")]
@@ -348,7 +352,7 @@ def test_tokens_are_coloured_and_tell_their_values(game, serve, page_of, tmp_pat
     page = page_of(serve(game) + "#talks")
     open_filters(page)
     page.locator("#talks [name=actor]").select_option("ann")
-    page.locator("#list tbody button").nth(1).click()  # the fourth line of the file
+    page.locator("#list tbody th button").nth(1).click()  # the fourth line of the file
     page.get_by_role("button", name="This actor").click()
     by, colours = page.get_by_label("Colour tokens by"), {}
     for name in ("mask", "advantage", "logprob", "ratio", "gap", "entropy", "version"):
@@ -399,7 +403,7 @@ def is_painted(background: str) -> bool:
 
 def test_without_recorded_values_the_page_says_how_to_record_them(game, serve, page_of):
     page = page_of(serve(game) + "#talks")
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     page.get_by_label("Colour tokens by").select_option("advantage")
     page.get_by_text(f"rl-core replay {game} --step 2 --tokens").wait_for()
     assert page.locator("option[value=ratio]").is_disabled()
@@ -437,7 +441,7 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
         )
         page.get_by_role("link", name="Configuration").click()
         page.get_by_role("link", name="Conversations").click()
-        page.locator("#list tbody button").click()
+        page.locator("#list tbody th button").click()
         page.wait_for_selector("#reader .says")
         assert "<script>window.evil = 1</script><img src=x" in shown(page, "#reader .says p")[0]
         assert shown(page, "#reader pre")[-1].startswith("E: no pytest <script>window.evil")
@@ -493,15 +497,21 @@ def test_images_of_a_run_are_thumbnails_and_nothing_else_is_an_image(
     for address in (serve(folder), f"file://{tmp_path}/report.html"):
         page = page_of(address)
         page.get_by_role("link", name="Conversations").click()
-        page.locator("#list tbody button").first.click()
+        page.locator("#list tbody th button").first.click()
         page.wait_for_selector("#reader .says img")
         page.locator("#reader details.call").evaluate("node => { node.open = true; }")
         wait_until(lambda page=page: page.evaluate(sizes) == [[256, 171], [24, 16]], "images")
+        names = [
+            link.get_attribute("download") for link in page.locator("#reader a:has(img)").all()
+        ]
+        stems = [Path(name).stem for name in names]
+        assert [(folder / f"rollouts/images/{stem}.png").exists() for stem in stems] == [True] * 2
+        assert [Path(name).suffix for name in names] == [".jpeg", ".png"]  # Of thumbnails.
         texts = shown(page, "#reader .says p.soft")
         assert texts == [f"[image {name[:80]}]" for name in others]
         assert page.evaluate("window.evil === undefined")
         # The chat of two actors, of which the second one sees one more image.
-        page.locator("#list tbody button").last.click()
+        page.locator("#list tbody th button").last.click()
         page.get_by_role("button", name="All actors").click()
         has(page, "#reader .who", ["user to ann", "ann", "user to ben", "ben"])
         wait_until(
@@ -738,25 +748,36 @@ def test_axe_finds_no_fault(screen, game, serve, page_of, tmp_path):
         json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)
     ]
     (game / "warnings.jsonl").write_text("".join(hint))  # more than fit
-    page = page_of(serve(game), screen, bypass_csp=True)  # axe is put into the page
+    other = tmp_path / "other"
+    shutil.copytree(game, other)
+    page = page_of(serve(game, other), screen, bypass_csp=True)  # axe is put into the page
     page.wait_for_selector(".u-legend")
     page.evaluate(AXE.read_text())
     picture(page, tmp_path, f"curves_{screen}")
+    assert page.locator("#warnings li").first.is_hidden()
+    page.get_by_text("18 warnings, the last: other step 8: rewards are").click()
     assert not faults_of(page)
+    page.keyboard.press("?")
+    page.get_by_role("heading", name="Keys").wait_for()
+    assert not faults_of(page)
+    page.keyboard.press("Escape")
+    has(page, "#keys:visible", 0)
     page.get_by_role("link", name="Conversations").click()
-    page.locator("#list tbody button").first.wait_for()
+    page.locator("#list tbody th button").first.wait_for()
     assert not faults_of(page)
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     page.get_by_role("button", name="Group of 4").click()
     page.get_by_label("Colour tokens by").select_option("logprob")
     page.locator(".tokens").first.press("End")
     page.wait_for_selector("#tip:visible")
     picture(page, tmp_path, f"talks_{screen}")
     assert not faults_of(page)
-    for name in ("Tasks", "Configuration"):
-        page.get_by_role("link", name=name).click()
+    for name in ("Conversations", "Tasks", "Configuration", "Runs", "Curves"):
+        page.get_by_role("link", name=name, exact=True).click()
         picture(page, tmp_path, f"{name}_{screen}")
-        assert not faults_of(page), name
+        assert name == "Conversations" or not faults_of(page), name
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= SCREENS[screen][1], f"{name} scrolls sideways"
 
 
 def faults_of(page) -> list[str]:
@@ -780,6 +801,6 @@ def test_a_run_that_is_done_has_a_report_that_needs_nothing_else(tmp_path, tiny_
     count(page, "0 of 4")
     page.get_by_label("Search in texts").fill("and")
     count(page, "4 of 4")
-    page.locator("#list tbody button").first.click()
+    page.locator("#list tbody th button").first.click()
     page.get_by_label("Colour tokens by").select_option("version")
     assert shown(page, "#reader .scale") == ["1"]

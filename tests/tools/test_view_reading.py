@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import xml.dom.minidom
+from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import yaml
+from PIL import Image
 from test_view_page import AXE, count, faults_of, has, open_filters, shown
 from view_parts import CHROMIUM, said, trajectory, write_metrics, write_step
 
@@ -141,9 +144,9 @@ def test_keys_go_through_the_table_and_back_returns(open_run):
     has(page, "#reader h2", "train/4 #4, step 1")
     page.go_back()
     has(page, "#reader h2", "train/1 #1, step 1")
-    head = page.locator("#list thead").get_by_role("button", name="tokens")
+    head = page.locator("#list thead").get_by_role("button", name="reward")
     head.press("Enter")
-    assert page.evaluate("document.activeElement.textContent") == "tokens"
+    assert page.evaluate("document.activeElement.textContent") == "reward"
     page.keyboard.press("/")
     page.keyboard.type("reply 3")
     count(page, "1 of 5")
@@ -254,7 +257,7 @@ def test_a_folder_of_runs_is_a_table_that_sorts_and_chooses(tmp_path, serve, pag
     labels = shown(page, "[data-title=reward] .u-label")
     assert [label.split(", ")[-1] for label in labels[1:4]] == ["highest", "lowest", "mean of 3 seeds"] or len(labels) == 4  # fmt: skip
     page.locator("#curves [name=x]").select_option("tokens")
-    has(page, "[data-title=reward] .u-label", ["tokens", *labels[1:]])
+    has(page, "[data-title=reward] .u-label", ["sampled tokens", *labels[1:]])
     xs = "document.querySelector('[data-title=reward] [role=img]').uplot.data[0]"
     assert page.evaluate(xs)[:3] == [10, 20, 30]
     page.locator("#curves [name=x]").select_option("time")
@@ -277,9 +280,14 @@ def test_charts_are_saved_and_a_point_leads_to_its_conversations(tmp_path, serve
         with page.expect_download() as download:
             page.locator("[data-title=reward]").get_by_role("button", name=name).click()
         files[download.value.suggested_filename] = Path(download.value.path()).read_bytes()
-    assert files["reward.csv"] == b"step,policy\n1,0.25\n2,0.5\n"
-    assert files["reward.png"].startswith(b"\x89PNG")
-    lines = xml.dom.minidom.parseString(files["reward.svg"]).getElementsByTagName("polyline")
+    stem = re.sub(r"\W", "_", f"{tmp_path.parent.name}_{tmp_path.name}_reward")
+    assert files[f"{stem}.csv"] == b"step,policy\n1,0.25\n2,0.5\n"
+    chart = page.locator("[data-title=reward] canvas").evaluate("node => node.height")
+    assert Image.open(BytesIO(files[f"{stem}.png"])).height > chart + 40  # Title and legend.
+    svg = xml.dom.minidom.parseString(files[f"{stem}.svg"])
+    texts = {node.firstChild.data for node in svg.getElementsByTagName("text")}
+    assert {"reward", "step", "policy"} <= texts
+    lines = svg.getElementsByTagName("polyline")
     assert len(lines) == 1 and len(lines[0].getAttribute("points").split()) == 2
     page.get_by_role("button", name="1 failed episodes").click()
     count(page, "1 of 4")
@@ -344,3 +352,32 @@ def test_a_phone_shows_the_list_or_the_conversation_of_the_address(open_run, pag
     has(page, reader, 0)
     other = page_of(address, "phone")
     has(other, f"{reader} h2", "train/1 #1, step 1")
+
+
+def test_groups_have_a_row_and_a_column_of_advantages(tmp_path, serve, page_of):
+    """Rewards 0, 0.25, 0.5 and 0.75 of one task: less their mean of 0.375."""
+    group = [trajectory(n, task_id="t", metrics={"words": n, "found": 1.0}) for n in range(4)]
+    write_step(
+        tmp_path, 1, [*group, trajectory(0, task_id="u", group_id="u", metrics={"words": 7})]
+    )
+    page = page_of(serve(tmp_path) + "#talks")
+    has(page, "#list tbody tr", 6)
+    assert shown(page, "#list .group") == ["t 4 episodes, reward 0.375 (0 to 0.75)"]
+    assert shown(page, "#list tbody th") == ["#0", "#1", "#2", "#3", "u #0"]
+    heads = [head.strip(" ▲▼") for head in shown(page, "#list thead th")]
+    assert heads == ["task", "step", "reward", "advantage", "reply", "found", "words"]
+    assert shown(page, "#same") == ["Equal in all: status ok, turns 2, tokens 5"]
+    cells = page.locator("#list tbody tr:not(.group) td:nth-child(4) span")
+    assert cells.all_inner_texts() == ["-0.375", "-0.125", "+0.125", "+0.375", "-"]
+    hues = [cell.evaluate("node => node.style.background") for cell in cells.all()]
+    warm, cool = "rgba(214, 60, 40, 0.15)", "rgba(40, 100, 220, 0.15)"
+    assert (hues[0], hues[3], hues[4]) == (warm, cool, "")
+    rewards = page.locator("#list tbody tr:not(.group) td:nth-child(3) span")
+    assert rewards.last.evaluate("node => node.style.background") == "rgba(214, 60, 40, 0.3)"
+    page.get_by_role("button", name="t", exact=True).click()
+    has(page, "#reader h3", 4)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    boxes = [head.bounding_box() for head in page.locator("#reader h3").all()]
+    assert all(box["x"] + box["width"] <= 1440 for box in boxes)
+    page.get_by_role("button", name="reward", exact=True).click()
+    has(page, "#list .group", 0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import import_module
 
 from rl_core.plugin import RunState
 from rl_core.run.display.terminal import Terminal, values_of
+from rl_core.run.display.warnings import read_lines
+from rl_core.types import JSONObject
 
 MOST_POINTS = 300  # Points of a curve; longer curves are thinned.
 WIDTH, HEIGHT = 200, 50
@@ -30,14 +32,22 @@ class Chart(Terminal):
         self.curves: dict[str, list[tuple[int, float]]] = {}  # (step, value)
         self.handle = None  # IPython's DisplayHandle.
 
+    def load(self, state: JSONObject) -> None:
+        super().load(state)
+        for row in read_lines(self.trainer.out / "metrics.jsonl"):  # Of steps before --resume.
+            self.add(row["step"], {name: v for name, v in row.items() if v is not None})
+
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.add(step, metrics)
+        await super().after_step(step, metrics)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
         actors = self.trainer.config.trained
         for actor in actors:
             for label, value in values_of(metrics, actor).items():
                 if label != "failed":
                     title = f"{actor} {label}" if len(actors) > 1 else label
                     self.curves.setdefault(title, []).append((step, value))
-        await super().after_step(step, metrics)
 
     def show(self, line: str) -> None:
         charts = "".join(curve(title, points) for title, points in self.curves.items())

@@ -1,6 +1,6 @@
 // Curves, by uPlot.
 const DASHES = [[undefined, "solid"], [[7, 4], "dashed"], [[2, 3], "dotted"], [[12, 3, 2, 3], "dashed"]]; // on the canvas, in the legend
-const HEIGHT = 190;
+const HEIGHT = 210, FEW_WARNINGS = 3; // More are folded at first.
 const [LEAST_RANGE_FRAC, NEAR_ZERO] = [0.01, 1e-6]; // as in data.py
 const NOISE = { pattern: /\/(mismatch_|canary_|step_kl)/, range: 1e-4 }; // differences of equal weights below this are rounding
 const plots = new Map(); // id of a panel -> { plot, key, area, axis, steps, curves, xs, title }
@@ -9,7 +9,7 @@ function settings() {
   const input = (name) => $(`#curves form [name=${name}]`);
   const [smooth, find] = [+input("smooth").value, input("find").value.toLowerCase()];
   const is = (name) => input(name).checked;
-  return { smooth, find, x: input("x").value, logy: is("logy"), logx: is("logx"), seeds: is("seeds"), split: is("split") };
+  return { smooth, find, x: input("x").value, logy: is("logy"), logx: is("logx"), seeds: is("seeds"), split: is("split"), together: is("together") };
 }
 
 // Step -> its place on the x axis: steps, or what had been sampled or had passed by its end.
@@ -58,12 +58,13 @@ function curvesOf({ title, curves: chosen }, { smooth, logy, logx, x, seeds }) {
   let curves = chosen.map(({ run, key, metric }) => ({
     run, metric, values: valuesOf(run, metric), place: labels.indexOf(key),
     label: runs.length === 1 ? name(key) : `${name(key) === title ? "" : `${name(key)}, `}${run.short}`,
-    hue: runs.length > 1 ? run.n : labels.indexOf(key), dash: runs.length > 1 ? labels.indexOf(key) % DASHES.length : 0,
   })).filter(({ values }) => values.size);
+  const isOneRun = (seeds ? unique(runs.map(seedless)) : runs).length === 1; // Else a colour is a run's, and dashes tell curves apart.
   if (seeds) curves = overSeeds(curves, (place) => (name(labels[place]) === title ? "" : name(labels[place])));
   const xs = [...new Set(curves.flatMap(({ values }) => [...values.keys()]))].sort((a, b) => a - b);
   const steps = xs.map((place) => curves.find(({ values }) => values.has(place)).values.get(place)[1]);
   for (const curve of curves) {
+    Object.assign(curve, isOneRun ? { hue: curve.place, dash: 0 } : { hue: curve.run.n, dash: curve.place % DASHES.length });
     curve.raw = xs.map((place) => curve.values.get(place)?.[0] ?? null);
     const isDense = curve.values.size > 20; // an evaluation stays as it is
     curve.shown = smooth && isDense && !curve.isBound ? smoothed(curve.raw, smooth) : curve.raw;
@@ -118,7 +119,7 @@ function drawPanel(panel, box, how) {
   before?.plot.destroy();
   const area = el("div", { tabindex: 0, role: "img", "aria-label": `${title}: ${latest}`, onkeydown: moveCursor });
   const metrics = curves.filter((c, i) => curves.findIndex((other) => other.metric === c.metric) === i);
-  const save = ([type, of]) => button(type, () => download(of(plots.get(id), title), `${title.replace(/\W+/g, "_")}.${type.toLowerCase()}`));
+  const save = ([type, of]) => button(type, () => download(of(plots.get(id), title), `${runs.length === 1 ? leaf(runs[0].name) : `${runs.length} runs`} ${title}`.replace(/\W+/g, "_") + `.${type.toLowerCase()}`));
   box.replaceChildren(
     el("h2", {}, title),
     el("details", { class: "about" }, el("summary", { "aria-label": `About ${title}` }, "?"),
@@ -152,9 +153,20 @@ function toStep(id, at) {
 function download(href, name) {
   el("a", { href, download: name }).click();
 }
-function pngOf({ plot }) { // on the page's background, since labels have its colours
-  const { width, height } = plot.ctx.canvas, canvas = el("canvas", { width, height }), to = canvas.getContext("2d");
-  to.fillStyle = css("--card"), to.fillRect(0, 0, width, height), to.drawImage(plot.ctx.canvas, 0, 0);
+// The chart below its title and above its curves' names, on the page's background, since labels have its colours.
+function pngOf({ plot, curves, title }) {
+  const { canvas: chart } = plot.ctx, ratio = uPlot.pxRatio, line = 18 * ratio, named = curves.filter((c) => !c.isBound);
+  const canvas = el("canvas", { width: chart.width, height: chart.height + line * (2 + named.length) }), to = canvas.getContext("2d");
+  const write = (text, x, row, fill) => { to.fillStyle = fill, to.fillText(text, x, row); };
+  to.fillStyle = css("--card"), to.fillRect(0, 0, canvas.width, canvas.height), to.drawImage(chart, 0, 1.5 * line);
+  to.font = `600 ${13 * ratio}px system-ui, sans-serif`, write(title, line / 2, line, css("--text"));
+  to.font = `${12 * ratio}px system-ui, sans-serif`, to.lineWidth = 2 * ratio;
+  for (const [n, c] of named.entries()) {
+    const y = chart.height + (n + 2.2) * line;
+    to.strokeStyle = css(hue(c.hue)), to.setLineDash((DASHES[c.dash][0] ?? []).map((length) => length * ratio));
+    to.beginPath(), to.moveTo(line / 2, y - line / 4), to.lineTo(2.5 * line, y - line / 4), to.stroke();
+    write(c.label, 3 * line, y, css("--text"));
+  }
   return canvas.toDataURL("image/png");
 }
 const asFile = (text, type) => `data:${type};charset=utf-8,${encodeURIComponent(text)}`;
@@ -165,8 +177,8 @@ function csvOf({ steps, curves }) {
 }
 
 // The curves as lines of an SVG, with the labels of the axes' ends.
-function svgOf({ plot, curves, xs, title }) {
-  const [width, height, left, top] = [640, 320, 70, 30], { x, y } = plot.scales;
+function svgOf({ plot, curves: all, xs, title }) {
+  const [width, height, left, top] = [640, 320, 70, 30], { x, y } = plot.scales, curves = all.filter((c) => !c.isBound), axes = plot.axes.map(({ label }) => label);
   const at = (scale, value, from, size) => {
     const f = scale.distr === 3 ? Math.log10 : (v) => v;
     return from + (size * (f(value) - f(scale.min))) / (f(scale.max) - f(scale.min) || 1);
@@ -177,16 +189,19 @@ function svgOf({ plot, curves, xs, title }) {
   const lines = curves.map((c) => `<polyline fill="none" stroke="${css(hue(c.hue))}" stroke-width="2" stroke-dasharray="${(DASHES[c.dash][0] ?? []).join()}" points="${place(c).join(" ")}"/>`);
   const names = curves.map((c, i) => label(c.label, left + (i % 3) * 190, height - 8 + Math.floor(i / 3) * 14, "start", css(hue(c.hue))));
   const box = `0 0 ${width} ${height + Math.floor((curves.length - 1) / 3) * 14}`;
-  return asFile(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="${box}"><rect width="100%" height="100%" fill="${css("--card")}"/>${label(title, left, 18, "start")}${label(short(y.max), left - 6, top + 10, "end")}${label(short(y.min), left - 6, height - 40, "end")}${label(short(x.min), left, height - 24, "start")}${label(short(x.max), width - 20, height - 24, "end")}${lines.join("")}${names.join("")}</svg>`, "image/svg+xml");
+  return asFile(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="${box}"><rect width="100%" height="100%" fill="${css("--card")}"/>${label(title, left, 18, "start")}${label(short(y.max), left - 6, top + 10, "end")}${label(short(y.min), left - 6, height - 40, "end")}${label(short(x.min), left, height - 24, "start")}${label(short(x.max), width - 20, height - 24, "end")}${label(axes[0], width / 2, height - 24, "middle")}<g transform="rotate(-90 16 ${height / 2})">${label(axes[1], 16, height / 2, "middle")}</g>${lines.join("")}${names.join("")}</svg>`, "image/svg+xml");
 }
+
+const X_LABELS = { "": "step", tokens: "sampled tokens", time: "hours" };
+const unitsOf = (curves) => unique(curves.map(({ run, metric }) => (run.units[metric] ?? "").split(";")[0]).filter(Boolean)).join(", ");
 
 function plotOptions(box, curves, steps, how, hidden) {
   const points = { show: steps.length < 25, size: 5 }, curveOf = (i) => curves[how.smooth ? (i - 1) >> 1 : i - 1];
-  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
+  const axis = { labelSize: 16, labelGap: -2, labelFont: "11px system-ui, sans-serif", stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
   const series = curves.flatMap((c) => {
     const stroke = css(hue(c.hue));
     const show = !hidden.includes(c.label);
-    const main = { label: c.label, stroke: c.isBound ? `${stroke}55` : stroke, show, width: c.isBound ? 1 : 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v) };
+    const main = { label: c.label, stroke: c.isBound ? `${stroke}55` : stroke, show, width: c.isBound ? 1 : 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v), class: c.isBound && "raw" };
     return how.smooth ? [{ ...main, class: "raw", stroke: `${stroke}44`, width: 1, points: { show: false } }, main] : [main];
   });
   // Without a pointer the legend has each curve's last value.
@@ -206,8 +221,8 @@ function plotOptions(box, curves, steps, how, hidden) {
       y: { distr: how.logy ? 3 : 1, range: how.logy ? undefined : rangeY(curves.every(({ metric }) => NOISE.pattern.test(metric)) ? NOISE.range : 0) },
     },
     bands,
-    series: [{ label: { "": "step", tokens: "tokens", time: "hours" }[how.x], value: (u, v) => short(v) }, ...series],
-    axes: [{ ...axis, size: 30, values: labels }, { ...axis, size: widthOf, values: labels }],
+    series: [{ label: X_LABELS[how.x], value: (u, v) => short(v) }, ...series],
+    axes: [{ ...axis, size: 30, values: labels, label: X_LABELS[how.x] }, { ...axis, size: widthOf, values: labels, label: unitsOf(curves) }],
     legend: { markers: { width: 2, dash: (u, i) => DASHES[curveOf(i).dash][1] } },
     cursor: { sync: { key: "steps" }, y: false },
     hooks: { setCursor: [rest], ready: [rest], setData: [rest], setSeries: [hideRaw] },
@@ -238,8 +253,11 @@ function moveCursor(event) {
   u.setCursor({ left: u.valToPos(steps[i], "x"), top: 20 });
 }
 
-// Charts: { id, title, curves: [{ run, key, metric }] }; with `split` one for each actor.
-function panelsOf(split) {
+const actorOf = ({ metric }) => metric.match(/^(?:rollout|learn)\/([^/]+)\//)?.[1];
+const envOf = ({ metric }) => metric.match(/^(?:eval|rollout\/[^/]+)\/([^/]+)\/(?:.*\/)?(?:reward_mean$|reward\/|greedy_|avg@|pass@|loss$)/)?.[1];
+
+// Charts: { id, title, curves: [{ run, key, metric }] }; one for each environment, and with `split` for each actor.
+function panelsOf({ split, together }) {
   const panels = new Map(Object.values(data.panels).map((title) => [title, []]));
   for (const run of runs) {
     for (const [title, curves] of Object.entries(run.panels)) {
@@ -247,13 +265,18 @@ function panelsOf(split) {
       panels.get(title).push(...Object.entries(curves).map(([key, metric]) => ({ run, key, metric })));
     }
   }
-  const actorOf = ({ metric }) => metric.match(/^(?:rollout|learn)\/([^/]+)\//)?.[1];
-  return [...panels].filter(([, curves]) => curves.length).flatMap(([title, curves]) => {
-    const names = split && curves.every(actorOf) ? unique(curves.map(actorOf)) : [];
-    if (names.length < 2) return [{ id: title, title, curves }];
-    return names.map((name) => ({ id: `${title}: ${name}`, title: `${title}: ${name}`, curves: curves.filter((curve) => actorOf(curve) === name) }));
-  });
+  const named = [...panels].filter(([, curves]) => curves.length).map(([title, curves]) => ({ id: title, title, curves }));
+  const byActor = split ? named.flatMap((panel) => (panel.curves.every(actorOf) ? apart(panel, actorOf) : [panel])) : named;
+  return together ? byActor : byActor.flatMap((panel) => apart(panel, envOf));
 }
+
+// A chart for each name; curves without one stay in the first.
+function apart({ title, curves }, nameOfCurve) {
+  const groups = groupsOf(curves, (curve) => nameOfCurve(curve) ?? ""), numNames = groups.size - groups.has("");
+  if (numNames < 2) return [{ id: title, title, curves }];
+  return [...groups].sort(([a], [b]) => a.localeCompare(b)).map(([name, some]) => ({ id: `${title}: ${name}`, title: name ? `${title}: ${name}` : title, curves: some.map((curve) => ({ ...curve, key: withoutWord(curve.key, name) })) }));
+}
+const withoutWord = (key, word) => key.split("/").map((part) => part.split(" ").filter((piece) => piece !== word).join(" ")).filter(Boolean).join("/");
 
 // True if the chart says nothing that one number would not.
 function isConstant({ curves }) {
@@ -265,10 +288,11 @@ function isConstant({ curves }) {
 }
 
 function showCurves() {
-  const numActors = unique(runs.flatMap((run) => Object.values(run.panels).flatMap((curves) => Object.values(curves))).map((name) => name.match(/^learn\/([^/]+)\//)?.[1])).filter(Boolean).length;
-  $("#split").hidden = numActors < 2;
+  const curves = runs.flatMap((run) => Object.values(run.panels).flatMap((named) => Object.values(named))).map((metric) => ({ metric }));
+  $("#split").hidden = unique(curves.filter(({ metric }) => metric.startsWith("learn/")).map(actorOf)).length < 2;
+  $("#together").hidden = unique(curves.map(envOf)).filter(Boolean).length < 2;
   $("#seeds").hidden = runs.length < 2 || unique(runs.map(seedless)).length === runs.length;
-  const how = settings(), panels = panelsOf(how.split);
+  const how = settings(), panels = panelsOf(how);
   const others = panels.filter(({ title }) => title.includes("/")); // metrics without a chart of their own
   const constant = panels.filter((panel) => !others.includes(panel) && isConstant(panel));
   const main = panels.filter((panel) => !others.includes(panel) && !constant.includes(panel));
@@ -284,19 +308,23 @@ function showCurves() {
   }
   for (const [id, box] of boxes) plots.get(id)?.plot.destroy(), plots.delete(id), box.remove();
   const of = (run) => (runs.length > 1 ? `${run.short} ` : "");
+  const told = (run, one) => `${of(run)}step ${one.step}: ${one.text}`;
   // A warning leads to the conversations of its step; one about failures to those that failed.
   const line = (run, one) => {
     const failed = run.entries.filter((e) => e.step === one.step && e.status === "failed"), isOfFailures = /fail/.test(`${one.kind} ${one.metric} ${one.text}`);
     const text = isOfFailures && failed.length ? `${short(new Set(failed.map(numberOf)).size)} failed episodes` : "conversations";
     const open = () => { kept.talks = ""; go({ only_step: one.step, only_status: isOfFailures && failed.length ? "failed" : null }, true, "talks"); };
-    return el("li", {}, `${of(run)}step ${one.step}: ${one.text} `, run.entries.some((e) => e.step === one.step) && button(text, open));
+    return el("li", {}, `${told(run, one)} `, run.entries.some((e) => e.step === one.step) && button(text, open));
   };
-  const lines = runs.flatMap((run) => run.warnings.map((one) => line(run, one)));
-  if ($("#warnings").dataset.text !== lines.map((node) => node.textContent).join("\n")) {
-    $("#warnings").dataset.text = lines.map((node) => node.textContent).join("\n");
-    $("#warnings").replaceChildren(...lines);
+  const all = runs.flatMap((run) => run.warnings.map((one) => [run, one])), lines = all.map(([run, one]) => line(run, one)), text = lines.map((node) => node.textContent).join("\n");
+  const box = $("#warnings");
+  if (box.dataset.text !== text) {
+    if (!box.dataset.text) box.open = lines.length <= FEW_WARNINGS;
+    box.dataset.text = text;
+    $("ul", box).replaceChildren(...lines);
+    $("summary", box).textContent = lines.length < 2 ? "1 warning" : `${lines.length} warnings, the last: ${told(...all.at(-1))}`;
   }
-  $("#warnings").hidden = !lines.length;
+  box.hidden = !lines.length;
   $("#constant").hidden = !constant.length;
   $("#constant summary").textContent = `Constant: ${constant.map(({ title }) => title).join(", ")}`;
   $("#others").hidden = !others.length;

@@ -99,13 +99,17 @@ for (const form of document.forms) {
 }
 addEventListener("keydown", (event) => {
   const isTyping = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";
-  if (event.ctrlKey || event.metaKey || event.altKey || view !== "talks") return;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "Escape" && isTyping) return event.target.blur();
-  if (isTyping) return;
+  if (isTyping || $("#keys").open) return;
+  if (event.key === "?") $("#keys").showModal();
+  if (view !== "talks") return;
   const by = { j: 1, k: -1 }[event.key];
   if (by) event.preventDefault(), move(by);
   if (event.key === "/") event.preventDefault(), filter("q").focus();
 });
+$("#help").addEventListener("click", () => $("#keys").showModal());
+$("#keys button").addEventListener("click", () => $("#keys").close());
 $("#constant").addEventListener("toggle", showCurves);
 $("#others").addEventListener("toggle", showCurves);
 $("#list").addEventListener("keydown", (event) => {

@@ -59,7 +59,7 @@ const brief = withoutCommon(data.runs.map((run) => run.name));
 const runs = []; // shown: their data is read
 const known = data.runs.map((run, n) => ({
   ...run, n, short: brief(run.name), revision: -1, numRows: 0, steps: new Map(), entries: [], warnings: [], panels: {},
-  about: {}, notes: {}, isPolled: false,
+  about: {}, units: {}, notes: {}, isPolled: false,
 }));
 
 // Reads the data of these runs from now on, and no other's.
@@ -111,7 +111,7 @@ async function refresh(run) {
     data.fields.forEach((name, i) => { entry[name] = values[i]; });
     run.entries.push(entry);
   }
-  Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about });
+  Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about, units: found.units });
   Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings, lost: found.lost });
   Object.assign(run, { facts: found.facts, notes: found.notes });
   return before !== state();
@@ -161,7 +161,8 @@ function factsOf(run) {
 
 // A table that a click on a column's name sorts.
 // columns: { name, of: row -> value, node: row -> what the cell shows, isLeft }.
-function sortable(table, columns, rows, order, onsort, rowProps = () => ({})) {
+// `headOf`: row, n, all rows -> a table row that stands before it, or null.
+function sortable(table, columns, rows, order, onsort, rowProps = () => ({}), headOf = () => null) {
   const [by, sign] = order.startsWith("-") ? [order.slice(1), -1] : [order, 1], column = columns.find((one) => one.name === by);
   const rank = (value) => (value === null || value === undefined || value === "" ? null : value);
   const compare = (a, b) => {
@@ -174,8 +175,9 @@ function sortable(table, columns, rows, order, onsort, rowProps = () => ({})) {
     button(name, () => onsort(name === by && sign < 0 ? name : name === by ? `-${name}` : columns.find((c) => c.name === name).isDown ? `-${name}` : name))));
   const key = JSON.stringify([columns.map((c) => c.name), order]);
   if (table.dataset.key !== key) table.dataset.key = key, $("thead", table).replaceChildren(el("tr", {}, head));
-  const cell = (row) => (c, i) => el(i || c.isPlain ? "td" : "th", { class: c.isLeft && "left", scope: !i && !c.isPlain && "row" }, c.node ? c.node(row) : short(c.of(row)));
-  return { sorted, fill: (shown) => $("tbody", table).replaceChildren(...shown.map((row) => el("tr", rowProps(row), columns.map(cell(row))))) };
+  const cell = (row, n, all) => (c, i) => el(i || c.isPlain ? "td" : "th", { class: c.isLeft && "left", scope: !i && !c.isPlain && "row" }, c.node ? c.node(row, n, all) : short(c.of(row)));
+  const drawn = (row, n, all) => [headOf(row, n, all), el("tr", rowProps(row), columns.map(cell(row, n, all)))];
+  return { sorted, fill: (shown) => $("tbody", table).replaceChildren(...shown.flatMap(drawn).filter(Boolean)) };
 }
 
 // The table of runs.

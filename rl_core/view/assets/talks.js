@@ -34,7 +34,9 @@ function fill(select, values, any) {
 function fillFilters() {
   const all = runs.flatMap((run) => run.entries);
   fill(filter("run"), runs.map((run) => [run.name, run.short]), runs.length > 1 && "all");
-  for (const name of ["kind", "env", "actor", "status"]) {
+  const kinds = unique(all.map((e) => e.kind)).sort((a, b) => (b === "train") - (a === "train") || a.localeCompare(b));
+  fill(filter("kind"), [...kinds, ...(kinds.length > 1 ? ["all"] : [])].map((kind) => [kind, kind])); // Training and evaluations are apart at first.
+  for (const name of ["env", "actor", "status"]) {
     fill(filter(name), unique(all.map((e) => e[name])).sort().map((value) => [value, value]), "all");
   }
   actors = unique(all.map((e) => e.actor)).sort();
@@ -44,7 +46,8 @@ function chosen() {
   const at = Object.fromEntries([...$("#talks form").elements].map((input) => [input.name, input.value]));
   const lower = (text) => text.toLowerCase();
   const tests = [
-    ...["kind", "env", "actor", "status"].filter((name) => at[name]).map((name) => (e) => e[name] === at[name]),
+    at.kind !== "all" && ((e) => e.kind === at.kind),
+    ...["env", "actor", "status"].filter((name) => at[name]).map((name) => (e) => e[name] === at[name]),
     ...["task", "group"].filter((name) => at[name]).map((name) => (e) => lower(e[name]).includes(lower(at[name]))),
     at.error && ((e) => lower(`${e.error}\n${reasonOf(e)}`).includes(lower(at.error))),
     at.run && runs.length > 1 && ((e) => e.run.name === at.run),
@@ -55,6 +58,30 @@ function chosen() {
     matches && ((e) => matches.has(e)),
   ].filter(Boolean);
   return runs.flatMap((run) => run.entries).filter((e) => tests.every((test) => test(e)));
+}
+
+// The groups of a run's episodes, until others come. An advantage is a reward less the mean of its group, as in tokens.py.
+const groupKey = (e) => `${e.kind}\0${e.step}\0${e.env}\0${e.group}`;
+function groupsIn(run) {
+  if (run.groups?.entries === run.entries && run.groups.num === run.entries.length) return run.groups;
+  const found = groupsOf(run.entries, groupKey);
+  for (const group of found.values()) {
+    group.num = unique(group.map((e) => e.index)).length; // episodes
+    group.isOneTask = group.every((e) => e.task === group[0].task);
+    for (const side of groupsOf(group.filter((e) => e.reward !== null), nameOf).values()) {
+      const baseline = meanOf([...groupsOf(side, (e) => e.index).values()].map((episode) => meanOf(episode.map((e) => e.reward))));
+      for (const e of side) e.advantage = e.kind === "train" && side.length > 1 ? e.reward - baseline : null;
+    }
+  }
+  run.groups = { entries: run.entries, num: run.entries.length, of: (e) => found.get(groupKey(e)) };
+  return run.groups;
+}
+
+// A value on a colour between low (warm) and high (cool), whose middle has none.
+function shaded(node, value, low, high) {
+  const share = high > low && value !== null && value !== undefined ? (2 * (value - low)) / (high - low) - 1 : 0;
+  if (share) node.style.background = `rgb(${css(share < 0 ? "--warm" : "--cool")} / ${(0.3 * Math.min(1, Math.abs(share))).toFixed(2)})`;
+  return node;
 }
 
 // Of each episode the mean over its conversations.
@@ -76,7 +103,7 @@ function showReasons() {
     Object.assign(row, { first: Math.min(row.first, e.step), last: Math.max(row.last, e.step) });
     found.set(reasonOf(e), row);
   }
-  const list = (reason) => go({ only_status: "failed", only_error: reason }, true);
+  const list = (reason) => go({ only_kind: "all", only_status: "failed", only_error: reason }, true);
   const rows = [...found].sort(([, a], [, b]) => b.episodes.size - a.episodes.size).map(([reason, { episodes, first, last }]) =>
     el("tr", {}, el("td", {}, String(episodes.size)), el("td", {}, first === last ? String(first) : `${first} to ${last}`),
       el("td", {}, button(reason, () => list(reason)))));
@@ -91,30 +118,56 @@ function showReasons() {
 const MOST_COLUMNS = 8; // of reward parts, and of metrics
 const MARKS = { failed: ["failed", "failed"], truncated: ["cut", "cut"], ok: ["ok", "soft"] };
 const isReward = (e, [, value]) => value === e.reward;
-function talkColumns(entries) {
-  const names = (key) => unique(entries.flatMap((e) => Object.keys(e[key]))).sort().slice(0, MOST_COLUMNS);
+const groupOf = (e) => e && groupsIn(e.run).of(e);
+// The group's row is above its first row of several.
+const isUnderGroup = (e, n, all) => groupOf(e).num > 1 && [all[n - 1], all[n + 1]].map(groupOf).includes(groupOf(e));
+function talkColumns(entries, order) {
+  const names = (key) => unique(entries.flatMap((e) => Object.keys(e[key]))).sort();
   const hasParts = entries.some((e) => Object.entries(e.parts).length > 1 || Object.entries(e.parts).some((part) => !isReward(e, part)));
-  const value = (key) => (name) => ({ name, of: (e) => e[key][name] ?? null });
-  return [
-    { name: "task", isLeft: true, of: (e) => `${e.task} #${String(e.index).padStart(4, " ")}`, node: (e) => [
-      tinted(el("span", { class: "dot" }), runs.length > 1 ? e.run.n : actors.indexOf(e.actor)), button(`${e.task} #${e.index}`, () => read(e, true), { "data-key": keyOf(e) }),
+  const value = (key) => (name) => ({ name, key, of: (e) => e[key][name] ?? null });
+  const ranges = rewardRanges(entries), spread = (e) => { const [low, high] = ranges.get(e.env) ?? [0, 0]; return high - low; };
+  const columns = [
+    { name: "task", isLeft: true, of: (e) => `${e.task} #${String(e.index).padStart(4, " ")}`, node: (e, n, all) => [
+      (runs.length > 1 || actors.length > 1) && tinted(el("span", { class: "dot" }), runs.length > 1 ? e.run.n : actors.indexOf(e.actor)),
+      button(`${isGrouped(order) && groupOf(e).isOneTask && isUnderGroup(e, n, all) ? "" : `${e.task} `}#${e.index}`, () => read(e, true), { "data-key": keyOf(e) }),
       noteOf(e)?.star && el("span", { class: "star", title: "starred" }, " \u2605"), noteOf(e)?.text && el("span", { title: noteOf(e).text }, " \u270e")] },
     { name: "step", isDown: true, of: (e) => e.step, node: (e) => `${short(e.step)}${e.kind === "train" ? "" : ` ${e.kind}`}` },
     ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => e.run.short }] : []),
     ...(actors.length > 1 || entries.some((e) => e.seat) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
-    { name: "reward", of: (e) => e.reward, node: (e) => el("span", { class: "reward" }, short(e.reward)) },
+    { name: "reward", of: (e) => e.reward, node: (e) => shaded(el("span", { class: "reward" }, short(e.reward)), e.reward, ...(ranges.get(e.env) ?? [0, 0])) },
+    { name: "advantage", title: "reward less the mean of its group", of: (e) => e.advantage, node: (e) => shaded(el("span", { class: "reward" }, e.advantage > 0 ? "+" : "", short(e.advantage)), e.advantage, -spread(e), spread(e)) },
     { name: "status", isLeft: true, of: (e) => e.status, node: (e) => el("span", { class: MARKS[e.status]?.[1], title: e.error }, MARKS[e.status]?.[0] ?? e.status) },
     { name: "turns", of: (e) => e.num_turns }, { name: "tokens", of: (e) => e.num_tokens },
     ...(hasParts ? names("parts").map(value("parts")) : []),
     { name: "reply", isLeft: true, of: (e) => e.preview, node: (e) => el("span", { class: "said" }, e.error || e.preview || "(no text)") },
     ...names("metrics").map(value("metrics")),
   ];
+  // Columns with one value are a line above the table.
+  const isSame = ({ name, of }) => entries.length > 1 && !["task", "reward", "reply", order.replace(/^-/, "")].includes(name) && entries.every((e) => of(e) === of(entries[0]));
+  const same = columns.filter(isSame), rest = columns.filter((column) => !same.includes(column));
+  const isShown = ({ key }, n) => !key || rest.slice(0, n).filter((column) => column.key === key).length < MOST_COLUMNS;
+  return { columns: rest.filter(isShown), same: same.flatMap(({ name, of }) => ((of(entries[0]) ?? "") === "" ? [] : [`${name} ${typeof of(entries[0]) === "number" ? short(of(entries[0])) : of(entries[0])}`])) };
+}
+
+const isGrouped = (order) => /^-?step$/.test(order);
+// The row above the episodes of a group; a click shows them next to each other.
+function groupRow(e, n, all, numColumns) {
+  const group = groupOf(e), rewards = episodeRewards(group);
+  if (!isUnderGroup(e, n, all) || groupOf(all[n - 1]) === group) return null;
+  const low = rewards.reduce((a, b) => Math.min(a, b), Infinity), high = rewards.reduce((a, b) => Math.max(a, b), -Infinity);
+  const text = rewards.length ? `, reward ${short(meanOf(rewards))}${high > low ? ` (${short(low)} to ${short(high)})` : ""}` : "";
+  const open = () => { go({ mode: "group" }); read(e, true); };
+  return el("tr", { class: "group" }, el("td", { colspan: numColumns }, el("span", {},
+    button(group.isOneTask ? e.task : `group ${e.group}`, open, { "data-key": `group ${keyOf(e)}` }), ` ${short(group.num)} episodes${text}`)));
 }
 
 function showTalks() {
   fillFilters();
   showReasons();
   const entries = chosen(), rewards = episodeRewards(entries), at = params(), order = at.get("sort") ?? "-step";
+  runs.forEach(groupsIn);
+  const { columns, same } = talkColumns(entries, order);
+  $("#same").textContent = same.length ? `Equal in all: ${same.join(", ")}` : "";
   const total = runs.reduce((sum, run) => sum + run.entries.length, 0), asks = `${at.get("q") ?? ""}/${total}`;
   if (asks !== searched && runs.every((run) => run.isComplete)) searched = asks, setTimeout(search);
   const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
@@ -123,7 +176,8 @@ function showTalks() {
   const props = (e) => ({ "data-key": keyOf(e), "aria-current": e === current && "true", onclick: (event) => event.target.tagName !== "BUTTON" && read(e, true) });
   entries.sort((a, b) => a.run.n - b.run.n || a.n - b.n);
   redraw($(".side"), () => {
-    const table = sortable($("#list table"), talkColumns(entries), entries, order, (sort) => go({ sort }), props);
+    const head = isGrouped(order) ? (...row) => groupRow(...row, columns.length) : undefined;
+    const table = sortable($("#list table"), columns, entries, order, (sort) => go({ sort }), props, head);
     listed = table.sorted;
     table.fill(listed.slice(0, numShown));
     $("#list > button")?.remove();
@@ -269,6 +323,7 @@ function showReader(e, columns, mode, modes) {
   note(data.note || "");
   const isSame = $("#reader").dataset.key === keyOf(e), top = scrollY;
   $("#reader").dataset.key = keyOf(e);
+  $("#talks").classList.toggle("grouped", mode === "group");
   $("#tip").hidden = true;
   redraw($("#reader"), () => $("#reader").replaceChildren(...parts.flat(Infinity).filter(Boolean)));
   const turn = $(`#reader [data-turn="${params().get("turn")}"]`);

@@ -24,12 +24,17 @@ function attempts() {
   return (run?.entries ?? []).filter((e) => e.kind === kind && e.actor === actor);
 }
 
-function tasksOf(entries) {
-  const ranges = new Map(); // environment -> its smallest and largest reward
+function rewardRanges(entries) { // environment -> its smallest and largest reward
+  const ranges = new Map();
   for (const { env, reward } of entries.filter((e) => e.reward !== null)) {
     const [low, high] = ranges.get(env) ?? [reward, reward];
     ranges.set(env, [Math.min(low, reward), Math.max(high, reward)]);
   }
+  return ranges;
+}
+
+function tasksOf(entries) {
+  const ranges = rewardRanges(entries);
   const earnsMost = ({ env, reward }) => { // Where all rewards are 0, nobody does.
     const [low, high] = ranges.get(env) ?? [0, 0];
     return reward !== null && reward >= high - 1e-6 && (high > low || high > 0);
@@ -123,7 +128,7 @@ function showTask(row) {
   const toggle = (e) => { compared = compared.includes(e) ? compared.filter((one) => one !== e) : [...compared, e].slice(-2); redraw($("#task"), () => showTask(row)); };
   const rows = [...all].sort((a, b) => a.step - b.step || a.index - b.index).slice(0, 300).map((e) => el("tr", { "aria-current": compared.includes(e) && "true" },
     el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare step ${e.step} #${e.index}`, checked: compared.includes(e), onchange: () => toggle(e) })),
-    el("td", {}, short(e.step)), el("td", { class: "left" }, button(`#${e.index}`, () => { kept.talks = ""; go({ run: e.run.name, ...placeOf(e) }, true, "talks"); })),
+    el("td", {}, short(e.step)), el("td", { class: "left" }, button(`#${e.index}`, () => { kept.talks = ""; go({ run: e.run.name, only_kind: e.kind, ...placeOf(e) }, true, "talks"); })),
     el("td", {}, short(e.reward)), el("td", { class: "left" }, el("span", { class: "said" }, e.error || e.preview || "(no text)"))));
   const before = $("#differences"), pair = compared.length === 2 ? compared.map((e) => `${keyOf(e)}/${e.run.revision}`).join() : "";
   const isSame = pair && before?.dataset.pair === pair; // New steps leave the differences that are read.

@@ -90,7 +90,8 @@ const PICTURE = /^data:image\/(png|jpeg);base64,[A-Za-z0-9+/=]+$/;
 // Only thumbnails that rl_core made: an image of another name stays text.
 function picture(piece) {
   const url = pictures.get(piece.image) ?? "";
-  return PICTURE.test(url) ? el("img", { src: url, alt: imageName(piece) }) : el("p", { class: "soft" }, imageName(piece));
+  const name = piece.image.split("/").at(-1).replace(/\w+$/, PICTURE.exec(url)?.[1]); // of a thumbnail, which may have another format
+  return PICTURE.test(url) ? el("a", { href: url, download: name, title: `Save ${name}` }, el("img", { src: url, alt: imageName(piece) })) : el("p", { class: "soft" }, imageName(piece));
 }
 
 const textOf = (content) => (typeof content === "string" ? content : content === null || content === undefined ? ""
