@@ -123,6 +123,8 @@ def as_rows(name: str, data: Rows | str | Path | None) -> Rows | str | None:
             f"{name} is a {type(data).__name__}, which has no length; give {name}=list(...), or a "
             "file or hub name with Config(data={'streaming': True})"
         )
+    if name == "data" and not len(data):
+        raise ValueError("data is empty; it must have at least one row")
     return data
 
 

@@ -201,9 +201,10 @@ def check_surrogates(row: Row, where: str) -> None:
 
 
 def row_place(index: int, files: Sequence[tuple[str, int]], split: str) -> str:
-    """`row N of FILE`, for errors. `files`: as of load_rows; none: load_tasks()."""
+    """`row N of FILE`, for errors. `files`: as of load_rows; none: rows of load_tasks(), or a list
+    in Python."""
     name, number = row_source(index, files)
-    return f"row {number} of {name or f'load_tasks({split!r})'}"
+    return f"row {number} of {name or f'the split {split!r}'}"
 
 
 def row_source(index: int, files: Sequence[tuple[str, int]]) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -213,6 +214,10 @@ def without_arrays(value: JSON) -> JSON:
     return value
 
 
+# Errors of `datasets` and pandas for files without a row.
+EMPTY = re.compile("corresponds to no data|No columns to parse|BatchSize must be greater than 0")
+
+
 @contextmanager
 def one_line_errors(source: str) -> Iterator[None]:
     """Errors of `datasets` become a ValueError of one line."""
@@ -225,6 +230,10 @@ def one_line_errors(source: str) -> Iterator[None]:
         if isinstance(cause, UnicodeDecodeError) and (encoding := encoding_of(cause.object)):
             raise ValueError(f"{source}: not UTF-8 but probably {encoding}") from None
         text = " ".join(str(cause).split())
+        if EMPTY.search(text):
+            raise ValueError(
+                f"{source}: the data set is empty; it must have at least one row"
+            ) from None
         raise ValueError(f"{source}: {type(cause).__name__}: {text}") from None
 
 

@@ -98,7 +98,7 @@ def column_use(
 ) -> ColumnUse:
     """The use of the columns of the first rows. `chat`: the chat that renders the rows."""
     use, read, filled = ColumnUse(), {}, {}
-    columns = config.data.columns if source.files else {}
+    columns = config.data.columns
     of_hooks = hook_columns(env) if env else set()
     sees_all = env is not None and sees_rows(env)
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.

@@ -112,16 +112,17 @@ def load_source(
         rows, files = load_rows(path, "train" if is_train else "test", load)
         if is_pairs:
             rows, files = pair_rows(rows, files)
-        if config.data.columns:
-            if len(config.env_paths) < 2:
-                check_columns_exist(rows, config.data.columns, path, is_train)
-            rows = RenamedColumns(rows, config.data.columns)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(split), ()
         if not len(rows):
             return None  # An environment may be for training, or for evaluation, alone.
     else:
         return None
+    if config.data.columns:
+        if len(config.env_paths) < 2:
+            source = path or f"the split {split!r}"
+            check_columns_exist(rows, config.data.columns, source, is_train)
+        rows = RenamedColumns(rows, config.data.columns)
     if env and env.row_to_prompt:
         rows = MadePrompts(rows, env.row_to_prompt, env.path)
     if config.is_rl:

@@ -17,6 +17,7 @@ from rl_core.engines.scripted import PLAIN_TEMPLATE, plain_chat
 from rl_core.environments.env_file import load_env
 from rl_core.tasks.column_use import column_use, read_messages
 from rl_core.tasks.row_warnings import data_warnings
+from rl_core.tasks.sources import train_tasks
 
 WITHOUT_TOOLS = PLAIN_TEMPLATE[PLAIN_TEMPLATE.index("{%- for message") :]
 SYSTEM = "Be terse."
@@ -353,7 +354,7 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
     good |= {key: 9 for key in ("score_chosen", "chosen_score") if key in row}
     source = source_of([good, row, row], is_pairs=algorithm in PAIRS)
     lines = warnings_of(config, env, source)
-    rows = "2 of the first 3 rows of env, such as row 2 of load_tasks('train'): "
+    rows = "2 of the first 3 rows of env, such as row 2 of the split 'train': "
     assert [
         line for line in lines if "such as row" in line and remark in line and rows in line
     ] == ([line for line in lines if "such as row" in line])
@@ -506,6 +507,21 @@ def test_a_nested_column_is_named_with_its_path(env):
     use = column_use(config, source_of(RenamedColumns([VERL], columns), files=[("x", 1)]), env)
     assert (use.prompt, use.label) == (["prompt"], ["answer=reward_model.ground_truth"])
     assert use.unread == ["ability"]
+
+
+def test_rows_of_load_tasks_are_renamed_as_those_of_a_file_are(tmp_path):
+    code = "def reward_fn(completion): return 1.0\n"
+    code += "def load_tasks(split): return [{'asked': '2+2?'}]"
+    (tmp_path / "env.py").write_text(code)
+    config = Config(tasks_per_step=1)
+    config.data.columns = {"prompt": "asked"}
+    [task] = train_tasks(config, {"env": load_env(str(tmp_path / "env.py"))}).sources[0]
+    assert task.messages == TALK[:1]
+    config.data.columns = {"prompt": "ask"}
+    with pytest.raises(
+        ValueError, match="the split 'train' has no column 'ask'; did you mean 'asked'"
+    ):
+        train_tasks(config, {"env": load_env(str(tmp_path / "env.py"))})
 
 
 def test_a_renamed_input_hides_no_instruction():

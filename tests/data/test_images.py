@@ -351,7 +351,7 @@ def test_other_forms_become_rgb_as_transformers_reads_them(data, wanted):
     ],
 )  # fmt: skip
 def test_another_number_of_marks_than_of_images_is_refused(row, error):
-    with pytest.raises(ValueError, match=rf"row 1 of load_tasks\('train'\): .*{error}"):
+    with pytest.raises(ValueError, match=rf"row 1 of the split 'train': .*{error}"):
         make_task(row, 0, "e", "train")
 
 

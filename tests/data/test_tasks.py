@@ -258,6 +258,8 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
         ("x.json", b"7", r": a row must be a JSON object, this is 7"),
         ("x.json", b'{"a": 1}\n{"a": 2}\n', r"a file with one object per line must end in \.jsonl"),
         ("x.json", b"[]", r": the data set is empty"),
+        ("x.csv", b"prompt,response\n", r"x.csv: the data set is empty; it must have at least one"),
+        ("x.csv", b"", r"x.csv: the data set is empty"),
         ("x.jsonl.gz", gzip.compress(JSONL, mtime=0)[:-12], ": it is damaged or cut short"),
         ("x.txt", b"x", r": format '\.txt' is not known; use \.json, \.jsonl, \.csv"),
         *((name, NO_TABLE, r": [^\n]*$") for name in ("x.parquet", "x.arrow", "x.csv")),
@@ -299,7 +301,7 @@ def test_errors_name_the_number_of_a_row_and_its_file(tmp_path):
     source = TaskSource(rows, env="e", split="train", seed=0, shuffle=False, files=[("x", 2)])
     with pytest.raises(ValueError, match=r"^row 2 of x: needs one of the columns"):
         list(source)
-    assert row_place(6, (), "eval/gsm8k") == "row 7 of load_tasks('eval/gsm8k')"
+    assert row_place(6, (), "eval/gsm8k") == "row 7 of the split 'eval/gsm8k'"
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 0])
@@ -443,7 +445,7 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
     [
         (
             {"answer": "1"},
-            r"row 4 of load_tasks\('train'\): needs one of the columns messages, prompt.*; has "
+            r"row 4 of the split 'train': needs one of the columns messages, prompt.*; has "
             r"answer",
         ),
         ({}, r"row 4 of .*has no columns"),

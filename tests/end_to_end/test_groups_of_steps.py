@@ -112,7 +112,7 @@ def test_rows_that_are_too_long_are_left_out_if_that_is_asked_for(run):
     status, _, output = run(code, "--num_steps", "1")
     assert (
         status == 1
-        and "row 2 of load_tasks('train'): a prompt of" in output
+        and "row 2 of the split 'train': a prompt of" in output
         and "--data.skip_long" in output
     )
     status, out, _ = run(code, "--num_steps", "1", "--data.skip_long", "true")
