@@ -11,5 +11,5 @@ if [ ! -x "$venv/bin/pytest" ]; then
     "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$("$venv/bin/python" -c 'import site; print(site.getsitepackages()[0])')/zz_base.pth"
     "$venv/bin/python" -m pip install -q "e2b>=2.63" "daytona>=0.226" "modal>=1.6" pytest pytest-xdist
 fi
-PYTHONPATH="$PWD" RL_CORE_MAY_SKIP="no container runtime" "$venv/bin/python" -m pytest -q tests/sandbox/test_boxes_services.py \
+PYTHONPATH="$PWD" RL_CORE_MAY_SKIP="no container runtime" "$venv/bin/python" -m pytest -q tests/sandbox/test_boxes_services.py tests/sandbox/test_command_ends.py \
     tests/sandbox/test_boxes_containers.py tests/sandbox/test_remote_programs.py --slow -k "e2b or daytona or modal or hostile" "$@"

@@ -32,14 +32,18 @@ from daytona import (
 
 from rl_core.sandbox.remote_driver import (
     BoxRequest,
+    EndUnknown,
     Fault,
     RemoteSettings,
+    exit_status,
+    following,
     read_key,
     with_stdin,
 )
 
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
+MAX_LATE = 1 << 20  # Characters of background processes after a command's end.
 RUN = "rl_core_run"  # Label of a sandbox.
 UNREACHED = (DaytonaConnectionError, DaytonaTimeoutError, aiohttp.ClientError, OSError)
 
@@ -140,15 +144,14 @@ class DaytonaSandbox:
         else:
             session = f"rl-core-{secrets.token_hex(6)}"
             await process.create_session(session, TRANSFER_S)
-        # The service adds the last newline to an output, and the mark shows where the output ended.
-        # The mark's halves are apart, because lists of processes show this line.
-        halves = secrets.token_hex(8), secrets.token_hex(8)
+        # The mark shows that an output is whole, and where the service added a newline.
+        mark = secrets.token_hex(16)
         source = "" if stdin is not None else "</dev/null"
-        ends = "printf %s%s%s {0} {1} $?; printf %s%s {0} {1} >&2".format(*halves)
+        ends = f"code=$?; printf {mark}; printf {mark} >&2; (exit $code)"
         line = f"{shlex.join(argv)} {source}; {ends}"
         asked = SessionExecuteRequest(command=line, run_async=True, suppress_input_echo=True)
         command = (await process.execute_session_command(session, asked)).cmd_id
-        stdout, stderr = (Marked("".join(halves), stream, on_output) for stream in (1, 2))
+        stdout, stderr = (Marked(mark, stream, on_output) for stream in (1, 2))
         running = process.get_session_command_logs_async(session, command, stdout.add, stderr.add)
 
         async def send(data: bytes) -> None:
@@ -158,19 +161,19 @@ class DaytonaSandbox:
             pass  # The service cannot close a stdin.
 
         try:
-            if stdin is None:
-                await running
-            else:
-                await with_stdin(running, stdin, send, close)
+            with following(DaytonaDriver.errors):
+                if stdin is None:
+                    await running
+                else:
+                    await with_stdin(running, stdin, send, close)
+                ended = await process.get_session_command(session, command, TRANSFER_S)
         finally:
-            stdout.flush()
-            stderr.flush()
-        if stdout.end:
-            self.idle_sessions.append(session)
-            return int(stdout.end)
-        if reason := await self.end_reason():
-            raise DaytonaError(reason)
-        return 137  # The command killed its session.
+            is_whole = all([stdout.flush(), stderr.flush()])
+        code = exit_status(ended.exit_code)
+        if not is_whole:
+            raise EndUnknown("the output was cut before the command ended")
+        self.idle_sessions.append(session)
+        return code
 
     async def upload(self, path: str, data: bytes) -> None:
         await self.sandbox.fs.upload_file(data, path, timeout=int(TRANSFER_S))
@@ -197,31 +200,32 @@ class DaytonaSandbox:
 
 
 class Marked:
-    """One output of a command, up to the mark."""
+    """One output of a command, up to its last mark. Programs can read the mark, and print it: a
+    mark that another one follows is output. Late output of background processes is left out."""
 
     def __init__(self, mark: str, stream: int, on_output: Callable[[int, bytes], None]):
         self.mark = mark
         self.stream = stream
         self.on_output = on_output
-        self.held = ""
-        self.end = ""  # The text behind the mark.
+        self.held = ""  # The text from a mark on, or the end of the text if a mark may begin there.
 
     def add(self, text: str) -> None:
-        before, mark, self.end = (self.held + text).partition(self.mark)
-        num_held = 0
-        if not mark:
-            # The end of the text may be the beginning of the mark.
-            num_held = len(self.mark)
-            while not before.endswith(self.mark[:num_held]):
-                num_held -= 1
-        self.on_output(self.stream, before[: len(before) - num_held].encode())
-        self.held = before[len(before) - num_held :] + mark + self.end
+        text = self.held + text
+        start = text.rfind(self.mark)
+        if start < 0 or len(text) - start > MAX_LATE:
+            start = len(text) - len(self.mark)
+            while not self.mark.startswith(text[max(0, start) :]):
+                start += 1
+        start = max(0, start)
+        self.on_output(self.stream, text[:start].encode())
+        self.held = text[start:]
 
-    def flush(self) -> None:
-        """Gives the rest of an output without a mark."""
-        if not self.end:
+    def flush(self) -> bool:
+        """True if the output is whole. Gives the rest of another one."""
+        is_whole = self.held.startswith(self.mark)
+        if not is_whole:
             self.on_output(self.stream, self.held.encode())
-            self.held = ""
+        return is_whole
 
 
 def is_unsent(error: BaseException | None) -> bool:

@@ -11,11 +11,13 @@ import shlex
 import signal
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
 
 import httpx
 from connectrpc.errors import ConnectError
 from e2b import (
+    AsyncCommandHandle,
     AsyncSandbox,
     AsyncTemplate,
     AuthenticationException,
@@ -30,21 +32,26 @@ from e2b import (
     SandboxQuery,
     Template,
 )
+from e2b.envd.process.process_pb import ProcessEvent
 from e2b.exceptions import SandboxNotRunningException, ServiceBusyException
 
 from rl_core.sandbox.remote_driver import (
     BoxRequest,
     Fault,
     RemoteSettings,
+    exit_status,
+    following,
     read_key,
     with_stdin,
 )
 
+EndEvent = ProcessEvent.EndEvent
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
 RUN = "rl_core_run"  # Metadata of a sandbox.
 CPUS = 2  # E2B's default, for limits without `cpus`.
 USER = "root"  # Containers run as root too.
-# The name by which the service says that a signal ended a command -> number.
+SIGNALLED = "signal: "  # Before the name of the signal that ended a command.
+# Name -> number.
 SIGNALS = {(signal.strsignal(number) or "").lower(): number for number in signal.valid_signals()}
 STATUSES: tuple[tuple[type[Exception], int], ...] = (
     (RateLimitException, 429),
@@ -68,6 +75,7 @@ class E2BDriver:
         httpx.HTTPError,
         OSError,
         ValueError,  # An answer that is not the service's.
+        StopAsyncIteration,  # A command's stream without an event.
     )
     has_stdin = True
     shares_processes = True
@@ -151,22 +159,18 @@ class E2BSandbox:
             timeout=timeout_s + TRANSFER_S,  # The caller's deadline comes first.
             retain_output=False,
         )
+        # The SDK leaves out the fields that prove an end. It begins to read when this task waits.
+        ends: list[EndEvent] = []
+        handle._events = noting_ends(handle._events, ends)
         try:
-            if stdin is None:
-                await handle.wait()
-            else:
-                await with_stdin(handle.wait(), stdin, handle.send_stdin, handle.close_stdin)
-            return 0
-        except CommandExitException as error:
-            if error.exit_code >= 0:
-                return error.exit_code
-            return 128 + SIGNALS.get((error.error or "").removeprefix("signal: "), signal.SIGKILL)
-        except Exception as error:
-            if type(error) is Exception:  # The stream ended before the command.
-                raise SandboxException(str(error)) from error
-            raise
+            with following(E2BDriver.errors):
+                if stdin is None:
+                    await wait(handle)
+                else:
+                    await with_stdin(wait(handle), stdin, handle.send_stdin, handle.close_stdin)
         finally:
             await handle.disconnect()
+        return exit_status(*map(status_of, ends))
 
     async def upload(self, path: str, data: bytes) -> None:
         await self.sandbox.files.write(path, data, user=USER, request_timeout=TRANSFER_S)
@@ -188,6 +192,37 @@ class E2BSandbox:
 
     async def kill(self) -> None:
         await self.sandbox.kill()
+
+
+async def wait(handle: AsyncCommandHandle[Any]) -> None:
+    """Returns when the events of a command have ended."""
+    try:
+        await handle.wait()
+    except CommandExitException:
+        pass
+    except Exception as error:
+        if type(error) is not Exception:  # The SDK's, if there was no end.
+            raise
+
+
+async def noting_ends(events: AsyncGenerator[Any], ends: list[EndEvent]) -> AsyncGenerator[Any]:
+    """The same events of a command. Those of its end are added to `ends`."""
+    try:
+        async for event in events:
+            content = event.event and event.event.event
+            if content and content.field == "end":
+                ends.append(content.value)
+            yield event
+    finally:
+        await events.aclose()
+
+
+def status_of(end: EndEvent) -> object:
+    """The record of a command's end."""
+    text = end.error or end.status
+    if not end.exited and text.startswith(SIGNALLED):
+        return 128 + SIGNALS.get(text.removeprefix(SIGNALLED), signal.SIGKILL)
+    return end.exit_code if end.exited else str(end)
 
 
 def failed(build: asyncio.Future[None]) -> bool:

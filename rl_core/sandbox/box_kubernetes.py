@@ -21,7 +21,13 @@ from kubernetes_asyncio.stream import WsApiClient
 
 from rl_core.sandbox.box_settings import COMPLETED, HealthCheck, Sidecar
 from rl_core.sandbox.engines import RIGHTS
-from rl_core.sandbox.remote_driver import BoxRequest, Fault, RemoteError, RemoteSettings
+from rl_core.sandbox.remote_driver import (
+    BoxRequest,
+    Fault,
+    RemoteError,
+    RemoteSettings,
+    exit_status,
+)
 
 IMAGE = "python:3.12-slim"  # Of rows and environments that name none.
 RUN_LABEL = "rl-core/run"
@@ -32,7 +38,8 @@ PING_S = 30.0  # A connection that answers no ping for so long is cut.
 REQUEST_S = 60.0
 FIRST_POLL_S, LONGEST_POLL_S = 0.3, 4.0
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-STDIN, STDOUT, STDERR, STATUS = range(4)  # Channels of v4.channel.k8s.io.
+STDIN, STDOUT, STDERR, STATUS = b"\0", b"\1", b"\2", b"\3"  # Channels of v4.channel.k8s.io.
+CLOSE_S = 2.0  # The server closes a connection after the command's status.
 CHUNK_BYTES = 1 << 16
 # The first process: ends when it got no USR1 for $1 seconds, and cannot be killed from inside.
 KEEP = (
@@ -234,21 +241,27 @@ class Pod:
             tty=False,
             _preload_content=False,
         )
+        records = []
         async with connecting as socket:
             feeding = asyncio.ensure_future(feed(socket, stdin)) if stdin else None
             try:
-                async for message in socket:
-                    if message.type is not aiohttp.WSMsgType.BINARY:
-                        break  # No ping was answered.
-                    channel, data = message.data[0], message.data[1:]
-                    if channel in (STDOUT, STDERR) and data:
-                        on_output(channel, data)
-                    elif channel == STATUS:
-                        return exit_code(data)
+                async with asyncio.timeout(None) as closing:
+                    async for message in socket:
+                        if message.type is not aiohttp.WSMsgType.BINARY:
+                            break  # No ping was answered.
+                        channel, data = message.data[:1], message.data[1:]
+                        if channel in (STDOUT, STDERR) and data:
+                            on_output(channel[0], data)
+                        elif channel == STATUS and data:
+                            records.append(exit_code(data))
+                            closing.reschedule(asyncio.get_running_loop().time() + CLOSE_S)
+            except TimeoutError:
+                if not closing.expired():
+                    raise
             finally:
                 if feeding is not None:
                     feeding.cancel()
-        raise aiohttp.ClientConnectionError("the connection was cut before the command ended")
+        return exit_status(*records)
 
     async def upload(self, path: str, data: bytes) -> None:
         async def chunks() -> AsyncIterator[bytes]:
@@ -262,7 +275,7 @@ class Pod:
         return await self.run(f"cat {path}")
 
     async def run(self, script: str, stdin: AsyncIterator[bytes] | None = None) -> bytes:
-        outputs: dict[int, list[bytes]] = {STDOUT: [], STDERR: []}
+        outputs: dict[int, list[bytes]] = {1: [], 2: []}
         code = await self.exec(
             ["/bin/sh", "-c", script],
             lambda stream, data: outputs[stream].append(data),
@@ -270,9 +283,9 @@ class Pod:
             stdin=stdin,
         )
         if code:
-            complaint = b"".join(outputs[STDERR]).decode(errors="replace")
+            complaint = b"".join(outputs[2]).decode(errors="replace")
             raise RemoteError(f"kubernetes: pod {self.id}: {complaint.strip()[:500]}")
-        return b"".join(outputs[STDOUT])
+        return b"".join(outputs[1])
 
     async def renew(self) -> None:
         await self.run("kill -USR1 1")
@@ -303,18 +316,23 @@ async def feed(socket: aiohttp.ClientWebSocketResponse, stdin: AsyncIterator[byt
     with suppress(ConnectionError):  # The reader says that the command ended.
         async for data in stdin:
             for start in range(0, len(data), CHUNK_BYTES):
-                await socket.send_bytes(bytes([STDIN]) + data[start : start + CHUNK_BYTES])
+                await socket.send_bytes(STDIN + data[start : start + CHUNK_BYTES])
 
 
-def exit_code(status: bytes) -> int:
-    """The exit status of a command, by its last message. Raises RemoteError if it did not start."""
-    value = json.loads(status)
-    if value.get("status") == "Success":
-        return 0
-    for cause in (value.get("details") or {}).get("causes") or ():
-        if cause.get("reason") == "ExitCode":
-            return int(cause["message"])
-    raise RemoteError(f"kubernetes: {value.get('message') or value}")
+def exit_code(status: bytes) -> object:
+    """The record of a command's end in a message of its status. Raises RemoteError if it did not
+    start."""
+    try:
+        value = json.loads(status)
+        if value["status"] == "Success":
+            return 0
+        for cause in (value.get("details") or {}).get("causes") or ():
+            if cause["reason"] == "ExitCode":
+                return int(cause["message"]) or cause  # A failure has another status than 0.
+        text = value["message"]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return status[:500]
+    raise RemoteError(f"kubernetes: {text}")
 
 
 def message_of(body: bytes | str | None) -> str:

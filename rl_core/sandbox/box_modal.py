@@ -27,6 +27,8 @@ from rl_core.sandbox.remote_driver import (
     Fault,
     RemoteError,
     RemoteSettings,
+    exit_status,
+    following,
     read_key,
     with_stdin,
 )
@@ -139,9 +141,12 @@ class ModalSandbox:
             process.stdin.write_eof()
             await process.stdin.drain.aio()
 
-        if stdin is None:
-            return await read_outputs(process, on_output)
-        return await with_stdin(read_outputs(process, on_output), stdin, send, close)
+        with following(ModalDriver.errors):
+            if stdin is None:
+                code = await read_outputs(process, on_output)
+            else:
+                code = await with_stdin(read_outputs(process, on_output), stdin, send, close)
+        return exit_status(code)
 
     async def upload(self, path: str, data: bytes) -> None:
         async def content() -> AsyncIterator[bytes]:
@@ -178,7 +183,7 @@ class ModalSandbox:
 
 
 async def read_outputs(process: Any, on_output: Callable[[int, bytes], None]) -> int:
-    """The exit status of a ContainerProcess, once its outputs have ended."""
+    """The exit status of a ContainerProcess, once its outputs have ended; -1 after its time."""
 
     async def read(stream: int, reader: AsyncIterator[bytes]) -> None:
         async for data in reader:

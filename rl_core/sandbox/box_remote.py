@@ -46,6 +46,8 @@ from rl_core.sandbox.box_settings import (
 from rl_core.sandbox.output import Output
 from rl_core.sandbox.remote_driver import (
     BoxRequest,
+    EndUnknown,
+    Fault,
     RemoteDriver,
     RemoteError,
     RemoteSandbox,
@@ -86,10 +88,14 @@ COPY = ENTER + (
     f'[ -e "$1" ] || exit {NO_FILE}; [ -f "$1" ] || exit {NOT_REGULAR}; head -c "$2" "$1" > "$3"'
 )
 LIST_PIDS = "cd /proc && echo [0-9]*"
-# Ends all but the box's first processes: the service's own may run next to the agent's.
+# Ends all but the box's first processes, since the service's own may run next to the agent's, and
+# the parents of this command, of which one may report its end.
 KILL_OTHERS = (
+    'p=$$; kept=" $1 "; while [ "$p" -gt 0 ]; do kept="$kept$p "; parent=0; '
+    'while read -r name value; do [ "$name" != PPid: ] || parent=$value; done '
+    '<"/proc/$p/status"; p=$parent; done; '
     "for _ in 1 2 3; do for p in /proc/[0-9]*; do p=${p#/proc/}; "
-    'case " $1 $$ " in *" $p "*) ;; *) kill -9 "$p" 2>/dev/null;; esac; done; done; true'
+    'case "$kept" in *" $p "*) ;; *) kill -9 "$p" 2>/dev/null;; esac; done; done; true'
 )
 
 
@@ -195,6 +201,8 @@ class BoxService:
                 return await request()
             except RemoteError:
                 raise
+            except EndUnknown as error:
+                fault = Fault(message=str(error))
             except self.driver.errors as error:
                 fault = self.driver.fault(error)
             is_safe = is_repeatable or fault.status in NOT_STARTED or not fault.was_sent

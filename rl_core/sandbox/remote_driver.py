@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
@@ -80,6 +81,32 @@ class RemoteError(OSError):
     """A sandbox service refused a request, or did not answer. The text holds no key."""
 
 
+class EndUnknown(Exception):
+    """The service did not prove how a command ended. The command must not be run again."""
+
+
+def exit_status(*records: object) -> int:
+    """The exit status in the service's records of a command's end. The end of a stream is no
+    record, and neither is an output. Raises EndUnknown if there is no record, if one is not an exit
+    status, or if two differ."""
+    first = records[0] if records else None
+    if first is None:
+        raise EndUnknown("the connection was cut before the command ended")
+    is_status = isinstance(first, int) and 0 <= first <= 255
+    if not is_status or any(record != first for record in records):
+        raise EndUnknown(f"the service gave no exit status, but {records}")
+    return first
+
+
+@contextmanager
+def following(errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Inside, a command runs: an error of the service's client leaves its end unknown."""
+    try:
+        yield
+    except errors as error:
+        raise EndUnknown(f"{type(error).__name__}: {error}") from error
+
+
 class RemoteSandbox(Protocol):
     """A sandbox of a service. Its methods raise RemoteDriver.errors, and are not retried within."""
 
@@ -97,9 +124,10 @@ class RemoteSandbox(Protocol):
         timeout_s: float,
         stdin: AsyncIterator[bytes] | None = None,
     ) -> int:
-        """Exit status of a command. `on_output` receives (1, stdout) or (2, stderr) as they come.
-        `stdin`: None for an empty one; only if the driver has_stdin. Cancelled at the deadline
-        `timeout_s`; the caller then ends the processes."""
+        """The result of exit_status(). `on_output` receives (1, stdout) or (2, stderr) as they
+        come. `stdin`: None for an empty one; only if the driver has_stdin. Cancelled at the
+        deadline `timeout_s`; the caller then ends the processes. Raises EndUnknown for all that
+        fails once the command may run."""
         ...
 
     async def upload(self, path: str, data: bytes) -> None:

@@ -4,6 +4,7 @@ in machines of machine.py. No substitute for the services."""
 import asyncio
 import base64
 import json
+import re
 import secrets
 import signal
 import threading
@@ -25,7 +26,8 @@ CUT_S = 0.3
 
 class Service:
     """A server in a thread. `faults`: answers to the next requests of a kind (create, exec, kill,
-    ...), each a status and headers, or "cut" to act and to cut the connection."""
+    ...), each a status and headers, "cut" to act and to cut the connection, or a list: the
+    answers to a command, which does not run."""
 
     def __init__(self, key):
         self.key = key
@@ -58,7 +60,7 @@ class Service:
 
     @web.middleware
     async def check(self, request, handler):
-        fault = self.fault(getattr(request.match_info.handler, "__name__", ""))
+        fault = request["fault"] = self.fault(getattr(request.match_info.handler, "__name__", ""))
         if isinstance(fault, tuple):
             status, headers = fault
             return self.failure(status, f"no, {self.key}", headers)
@@ -235,6 +237,9 @@ class E2B(Service):
         self.processes[process.pid] = process
         response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
         await response.prepare(request)
+        if isinstance(request["fault"], list):
+            await response.write(b"".join(request["fault"]))
+            return response
         await send_event(response, {"start": {"pid": process.pid}})
         # Like envd, the pipes are closed once the process has ended.
         pumps = [pump(process.stdout, response, "stdout"), pump(process.stderr, response, "stderr")]
@@ -247,9 +252,10 @@ class E2B(Service):
         if not machine.is_running:
             request.transport.close()
             return response
-        end = {"exitCode": max(code, -1), "exited": code >= 0}
+        end = {"exitCode": max(code, -1), "exited": code >= 0, "status": f"exit status {code}"}
         if code < 0:
-            end["error"] = f"signal: {signal.strsignal(-code).lower()}"
+            end["status"] = f"signal: {signal.strsignal(-code).lower()}"
+        end |= {"error": end["status"]} if code else {}
         await send_event(response, {"end": end})
         await response.write(b"\2\0\0\0\2{}")
         return response
@@ -281,6 +287,7 @@ class Daytona(Service):
             web.post("/box/{id}/process/session", self.open_session),
             web.post("/box/{id}/process/session/{session}/exec", self.exec),
             web.get("/box/{id}/process/session/{session}/command/{command}/logs", self.follow),
+            web.get("/box/{id}/process/session/{session}/command/{command}", self.command),
             web.post("/box/{id}/process/session/{session}/command/{command}/input", self.input),
             web.post("/box/{id}/files/bulk-upload", self.write),
             web.post("/box/{id}/files/bulk-download", self.read),
@@ -288,6 +295,7 @@ class Daytona(Service):
 
     def __init__(self, key):
         self.commands = {}
+        self.texts = {}
         super().__init__(key)
 
     @property
@@ -367,8 +375,20 @@ class Daytona(Service):
         assert asked["runAsync"] and asked["suppressInputEcho"]
         name = secrets.token_hex(4)
         machine = self.named(request)[1]
+        self.texts[name] = asked["command"]
         self.commands[name] = await machine.start(["bash", "-c", asked["command"]], stdin=True)
         return web.json_response({"cmdId": name}, status=202)
+
+    async def command(self, request):
+        """The exit code is missing while the command runs, and if its session was killed."""
+        name = request.match_info["command"]
+        code = self.commands[name].returncode
+        shown = {"id": name, "command": self.texts[name]}
+        if isinstance(request["fault"], list):
+            [code] = request["fault"]
+        if code is not None and code != -9:
+            shown["exitCode"] = code
+        return web.json_response(shown)
 
     async def follow(self, request):
         """A WebSocket with the output: each line behind the mark of its stream."""
@@ -376,6 +396,13 @@ class Daytona(Service):
         process = self.commands[request.match_info["command"]]
         socket = web.WebSocketResponse()
         await socket.prepare(request)
+        if isinstance(request["fault"], list):
+            text = self.texts[request.match_info["command"]].encode()
+            mark = b"".join(re.findall(b"printf ([0-9a-f]+);", text))
+            for message in request["fault"]:
+                await socket.send_bytes(message.replace(b"MARK", mark))
+            await socket.close()
+            return socket
         reading = asyncio.ensure_future(socket.receive())  # Answers pings.
         lock = asyncio.Lock()
         await asyncio.gather(

@@ -43,7 +43,8 @@ class KubePod:
 @dataclass
 class KubeServer:
     """`faults`: answers to the next requests of a kind (create, read, list, delete, exec), each a
-    status with headers, or "cut" or "hang" for an exec."""
+    status with headers, or for an exec "cut", "hang" or a list of the messages that it sends;
+    None among them waits for the client."""
 
     folder: Path
     pods: dict[str, KubePod] = field(default_factory=dict)
@@ -201,6 +202,12 @@ class KubeServer:
         assert socket.ws_protocol == "v4.channel.k8s.io"
         if request[FAULT] == "hang":
             await socket.receive()
+            return socket
+        if isinstance(request[FAULT], list):
+            sending = {bytes: socket.send_bytes, str: socket.send_str}
+            for message in request[FAULT]:
+                await (sending[type(message)](message) if message is not None else socket.receive())
+            await socket.close()
             return socket
         has_stdin = request.query["stdin"] == "True"
         assert request.query["container"] == "box" and request.query["tty"] == "False"

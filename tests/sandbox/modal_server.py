@@ -59,8 +59,10 @@ def call(handler):
             raise GRPCError(Status.UNAUTHENTICATED, "Token validation failed")
         fault = self.service.fault(KINDS.get(handler.__name__, handler.__name__))
         if isinstance(fault, tuple):
-            raise GRPCError(fault[0], f"no, {self.service.key}")
+            raise GRPCError(Status(fault[0]), f"no, {self.service.key}")
         answer = await handler(self, request)
+        if isinstance(fault, list):
+            answer = type(answer)(**fault[0])
         if fault == "cut":
             await stream.cancel()
         else:
