@@ -44,7 +44,8 @@ NUMBERED = re.compile(r"image_(\d+)")  # The columns of MMMU.
 # Keys of an image in a part, and of an object in their place.
 IMAGE_KEYS = ("image", "image_url", "url", "source", "path", "base64", "bytes", "data")
 MARK = "<image>"
-NUMBERED_MARK = re.compile(r"<image (\d+)>")  # The place of an image by its number, from 1.
+# The place of an image by its number, from 1: <image 1> in MMMU, <image1> in MathVision.
+NUMBERED_MARK = re.compile(r"<image[ _]?(\d+)>")
 BASE64_STARTS = ("iVBORw0KGgo", "/9j/", "UklGR")  # PNG, JPEG, WebP without a prefix (VLMEvalKit).
 FIX = "give a PNG, JPEG or WebP file, or remove it"
 

@@ -124,6 +124,7 @@ IMAGE_ROWS = {
               "image_1": "b.jpg", "image_3": None}, ["a # b #, <image 2>?"]),
     "MMMU, an image of an option": (
         {"question": "a <image 1>?", "image_1": "b.jpg", "image_2": "b.jpg"}, ["a #?#"]),
+    "MathVision": ({"question": "a\n<image1>", "image": "b.jpg"}, ["a\n#"]),
     "numbers of a list": ({"prompt": "<image 1>a", "images": ["b.jpg"]}, ["#a"]),
     "BLINK": ({"prompt": "a", "image_1": "b.jpg", "image_2": "x/a.png"}, ["##a"]),
     "no image": ({"prompt": "<image> a"}, ["<image> a"]),

@@ -52,6 +52,17 @@ def model(tiny_model, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def seeing(make_model, tmp_path_factory):
+    """A tiny model that sees, with these positions."""
+    folder = tmp_path_factory.mktemp("seeing") / "M"
+    shutil.copytree(make_model("qwen2_5_vl"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = POSITIONS
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def quiet_tables():
     import datasets
@@ -69,15 +80,20 @@ def write_rows(name: str, recipe: dict[str, str], rows: list[dict]) -> None:
     code = shlex.split(recipe["get"])[2].replace("hf://datasets/", "") if "get" in recipe else ""
     source, _, split = recipe["data"].partition("@")
     file = f"{source}/{split or 'train'}-0.parquet"
-    if code:
-        named = re.search("data_files='(.*?)'", code)
-        file = named[1].replace("*", "0.parquet") if named else f"{name}/train.parquet"
+    named = re.search("data_files='(.*?)'", code)
+    if named:
+        file = named[1].replace("*", "0.parquet")
+    elif code:
+        split = re.search(r"split='(\w+)'", code)[1]
+        file = f"{name}/{split}.parquet"
     Path(file).parent.mkdir(parents=True)
     table = datasets.Dataset.from_list(rows)
     table.to_json(file) if file.endswith(".jsonl") else table.to_parquet(file)
-    if config := re.search(r"load\('[^']*', '(\w+)'", code):
-        card = f"configs:\n- {{config_name: {config[1]}, data_files: train.parquet}}\n"
-        Path(name, "README.md").write_text(f"---\n{card}---\n")
+    if code and not named:
+        config = re.search(r"load\('[^']*', '(\w+)'", code)
+        data_files = f"[{{split: {split}, path: {split}.parquet}}]"
+        card = f"- {{config_name: {config[1] if config else 'default'}, data_files: {data_files}}}"
+        Path(name, "README.md").write_text(f"---\nconfigs:\n{card}\n---\n")
     exec(code, {})
 
 
@@ -89,13 +105,14 @@ def test_rows_of_each_set_are_here_and_no_others():
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_set_as_published_is_read_shown_and_trained_on(
-    name, model, tmp_path, monkeypatch, capsys
+    name, request, tmp_path, monkeypatch, capsys
 ):
     recipe, published = recipes()[name], SETS[name]
+    model = request.getfixturevalue("seeing" if "sees" in published else "model")
     monkeypatch.chdir(tmp_path)
-    Path("M").symlink_to(model)
     write_rows(name, recipe, published["rows"])
-    _, verb, *flags = shlex.split(recipe["command"].splitlines()[-1])
+    words = shlex.split(recipe["command"].splitlines()[-1])
+    _, verb, *flags = [str(model) if word == "M" else word for word in words]
     is_eval = verb == "eval"
     shown = ["--algorithm", "grpo", "--model", *flags] if is_eval else flags
     shown = [word.replace("--data.eval", "--data.train") for word in shown]
