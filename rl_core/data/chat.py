@@ -161,7 +161,16 @@ class Chat:
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
     ) -> str:
         """The template's text for `encode`, with marks in special tokens' strings of messages.
-        Raises ValueError if the template refuses the messages."""
+        Raises ValueError if the template refuses the messages, or cannot end with a message that
+        the reply continues."""
+        before, prefix = without_prefix(messages)
+        if prefix and add_generation_prompt:
+            # The template may write anything behind the text, and trim the text.
+            begun = {**messages[-1], "content": prefix + PROBE}
+            rendered, probe, _ = self.render([*before, begun], tools, False).rpartition(PROBE)
+            if not probe:
+                raise ValueError("the chat template does not render the last message's text")
+            return rendered
         marked = [self.marked(self._in_form(message)) for message in messages]
         return self._apply(marked, self.marked(tools or None), add_generation_prompt)
 
@@ -386,6 +395,7 @@ class Chat:
         """The canonical message in the form that this template reads: content as a string or a list
         of parts, arguments as objects or JSON text, thoughts under each of their keys."""
         formed = self._with_parts(message)
+        formed.pop("prefix", None)
         if message.get("role") == "developer" and not self._reads_developer:
             formed["role"] = "system"
         if "reasoning_content" in message:
@@ -510,13 +520,14 @@ class TokenStream:
         """Adds the actor's sampled token_ids (decoded: text; read: calls, if it called tools) and
         new_messages of others; prompt_ids then ends with the next generation prompt. False if the
         template rewrote history, so that prompt_ids begins anew."""
-        sampled, message = text, self._chat.assistant_message(text)
+        before, prefix = without_prefix(self.messages)
+        sampled, message = text, self._chat.assistant_message(prefix + text)
         if calls is not None:
             sampled, message = self._chat.tool_calls.in_stream(
                 self.rendered, self.messages, calls, text, new_messages, self._tools
             )
-        messages = [*self.messages, message, *new_messages]
-        self.replies += (len(self.messages),)
+        messages = [*before, message, *new_messages]
+        self.replies += (len(before),)
         self._chat.check(messages, self._tools, replies=self.replies)
         return self.extend(token_ids, sampled, messages)
 
@@ -620,6 +631,13 @@ def num_chars(value: JSON) -> int:
     if isinstance(value, dict):
         value = list(value.values())
     return sum(map(num_chars, value)) if isinstance(value, list) else 0
+
+
+def without_prefix(messages: list[Message]) -> tuple[list[Message], str]:
+    """(the messages without a last one that the reply continues, the text of that one or "")."""
+    if messages and messages[-1]["role"] == "assistant" and messages[-1].get("prefix") is True:
+        return messages[:-1], text_of(messages[-1])
+    return messages, ""
 
 
 def unmarked(text: str) -> str:

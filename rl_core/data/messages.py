@@ -7,6 +7,7 @@ images.py; None next to calls) and may have
     reasoning_content  thoughts, as text
     tool_calls         [{"type": "function", "function": {"name", "arguments": {...}}, "id"?}]
     train              False: context, not trained
+    prefix             True: the reply continues this last message of the assistant
     other keys         unchanged, such as name and tool_call_id; keys that are None are dropped
 
 `data/chat.py` converts the canonical form to the form that a chat template reads.
@@ -61,7 +62,7 @@ MASKED_KEYS = ("masked",)
 # Keys of a canonical message.
 MESSAGE_KEYS = (
     *("role", "content", "reasoning_content", "tool_calls"),
-    *("train", "name", "tool_call_id"),
+    *("train", "prefix", "name", "tool_call_id"),
 )
 NOT_READ = (
     "is not supported: models are trained on text and images, not on video, audio or files; "

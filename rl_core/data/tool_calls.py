@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from rl_core.data.chat import Chat, text_after, unmarked
+from rl_core.data.chat import Chat, text_after, unmarked, without_prefix
 from rl_core.data.sft_samples import said_text, shared_length, split_end
 from rl_core.data.thoughts import THOUGHTS, leading_thoughts
 from rl_core.types import JSON, Completion, JSONObject, Message
@@ -369,7 +369,8 @@ class ToolCalls:
         """(text of the turn as the template renders it after `prompt`, message of the turn for the
         template): the sampled text if the template renders it unchanged, else the calls."""
         chat = self.chat
-        as_said = chat.assistant_message(text)
+        before, prefix = without_prefix(before)
+        as_said = chat.assistant_message(prefix + text)
         try:
             messages = [*before, as_said, *after]
             # Some templates leave out a tool's result that follows no call.

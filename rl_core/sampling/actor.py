@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar, cast
 from zlib import crc32
 
-from rl_core.data.chat import Chat, TokenStream
+from rl_core.data.chat import Chat, TokenStream, without_prefix
 from rl_core.data.messages import canonical_messages, canonical_tools, shorten
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
@@ -103,6 +103,7 @@ class Conversation:
         self.turns = []
         self.marks: list[tuple[int, TokenStream | None]] = []  # One entry after each reply.
         self.text = ""  # Text of the actor's last turn; "" if the context was full.
+        self.prefix = ""  # Text of the message that the last turn continued.
         if tools and speaker.chat:
             speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
         self.is_full = False  # True after messages that cannot fit; they were not encoded.
@@ -222,7 +223,8 @@ class Conversation:
         return await self.speaker.generate(ids, params, seed, session, images, **begun)
 
     def _read(self, completion: Completion) -> Message:
-        """The turn as a message."""
+        """The turn as a message, with the text of a message that it continues."""
+        self.history, self.prefix = without_prefix(self.history)
         if self.tools:
             assert self.stream and self.speaker.chat
             read = self.speaker.chat.tool_calls.read
@@ -230,7 +232,11 @@ class Conversation:
                 completion, self.num_replies, self.tools, self.stream.rendered
             )
             self.metrics["tool_parse_failed"] += has_failed
-        return self.calls or {"role": "assistant", "content": completion.text}
+        if self.calls and self.prefix:
+            # read() strips the text before the calls.
+            space = completion.text[: -len(completion.text.lstrip())]
+            self.calls["content"] = self.prefix + space + self.calls["content"]
+        return self.calls or {"role": "assistant", "content": self.prefix + completion.text}
 
     def take_back(self) -> None:
         """Drops messages after the last reply, such as those that the chat template refused."""

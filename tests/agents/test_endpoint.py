@@ -699,7 +699,23 @@ async def test_each_token_has_a_logprob_and_its_bytes_whole_and_streamed(spoken)
             async for _ in events:
                 pass
             streamed = await events.get_final_completion()
-        for tokens in [reply.choices[0].logprobs.content for reply in (complete, streamed)]:
+        logprobs = [reply.choices[0].logprobs.content for reply in (complete, streamed)]
+        include = ["message.output_text.logprobs"]
+        asked = {"model": "m", "input": "hi", "include": include}
+        asked["tools"] = [{"type": "function"} | TOOLS[0]["function"]]
+        client = openai_client(llm).responses
+        complete = await client.create(**asked)
+        async with client.stream(**asked) as events:
+            deltas = [each async for each in events if each.type == "response.output_text.delta"]
+            streamed = await events.get_final_response()
+        for reply in (complete, streamed):
+            texts = [item.content[0] for item in reply.output if item.type == "message"]
+            logprobs += [text.logprobs for text in texts]
+        if deltas:
+            sent = [token.token for token in deltas[0].logprobs]
+            assert sent == [token.token for token in logprobs[-1]]
+        assert len(logprobs) == 2 + 2 * len(deltas)
+        for tokens in logprobs:
             assert b"".join(bytes(t.bytes) for t in tokens) == f"{spoken}<|end|>".encode()
             assert len(tokens) == len(spoken.encode()) + 1
 
@@ -902,6 +918,100 @@ async def test_a_stream_ends_with_the_last_event_of_its_dialect(path):
                 .split("\n\n")[-1]
                 .startswith(LAST_EVENTS[path])
             )
+
+
+BEGUN = [*HI, {"role": "assistant", "content": "The answer is"}]
+
+
+async def continued_chat(llm, messages, is_streamed=False):
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    more = more if messages[-1]["role"] == "assistant" else {}
+    asked = {"model": "m", "messages": messages, "tools": TOOLS, "extra_body": more}
+    client = openai_client(llm).chat.completions
+    if not is_streamed:
+        return (await client.create(**asked)).choices[0].message
+    async with client.stream(**asked) as events:
+        return (await events.get_final_completion()).choices[0].message
+
+
+async def continued_messages(llm, messages, is_streamed=False):
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    asked = {"model": "m", "messages": messages, "tools": tools, "max_tokens": 200}
+    client = anthropic_client(llm).messages
+    if not is_streamed:
+        return await client.create(**asked)
+    async with client.stream(**asked) as events:
+        return await events.get_final_message()
+
+
+CONTINUED = {"chat": continued_chat, "messages": continued_messages}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("dialect", CONTINUED)
+async def test_a_reply_continues_a_last_message_of_the_assistant(dialect, is_streamed):
+    ask = CONTINUED[dialect]
+    async with endpoint(" 42.", "yes", "y") as (llm, _):
+        reply = await ask(llm, BEGUN, is_streamed)
+        text = reply.content if dialect == "chat" else reply.content[0].text
+        echo = {"role": "assistant", "content": BEGUN[-1]["content"] + text}
+        more = {"role": "user", "content": "sure?"}
+        await ask(llm, [*HI, echo, more])
+        more = [*HI, echo, more, {"role": "assistant", "content": "yes"}, *HI, BEGUN[-1]]
+        await ask(llm, more, is_streamed)
+        (trajectory,) = llm.trajectories(1.0)
+    assert text == " 42."
+    turns, (_, text) = trajectory.turns, text_of(trajectory).split("<|end|>\n", 1)
+    assert CHAT.tokenizer.decode(turns[0].new_ids).endswith(
+        "<|start|>user\nhi<|end|>\n<|start|>assistant\nThe answer is"
+    )
+    assert text == (
+        "<|start|>user\nhi<|end|>\n<|start|>assistant\nThe answer is 42.<|end|>\n"
+        "<|start|>user\nsure?<|end|>\n<|start|>assistant\nyes<|end|>\n"
+        "<|start|>user\nhi<|end|>\n<|start|>assistant\nThe answer isy<|end|>"
+    )
+    assert [turn.completion.text for turn in turns] == [" 42.", "yes", "y"]
+    assert trajectory.messages[1] == echo
+
+
+async def test_calls_behind_the_begin_of_a_message_are_read():
+    async with endpoint(f" added.{CALL}", "3") as (llm, _):
+        reply = await continued_chat(llm, BEGUN)
+        (call,) = reply.tool_calls
+        echo = reply.model_dump(exclude_none=True) | {"content": "The answer is added."}
+        result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+        await continued_chat(llm, [*HI, echo, result])
+        (trajectory,) = llm.trajectories(1.0)
+    assert reply.content == " added." and call.function.name == "add"
+    assert [turn.is_fresh for turn in trajectory.turns] == [True, False]
+    assert f"The answer is added.{CALL}<|end|>\n<|start|>tool\n3<|end|>" in text_of(trajectory)
+
+
+NOT_CONTINUED = {
+    "another role": ({}, {"messages": HI}, "the last message must be the assistant's text"),
+    "both": ({"add_generation_prompt": True}, {}, "set add_generation_prompt to false"),
+    "the template refuses": ({}, {"chat": "ends"}, "must end with a user"),
+    "the template drops": ({}, {"chat": "drops"}, "does not render the last message's text"),
+    "behind an API": ({}, {}, "behind an API cannot continue"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CONTINUED)
+async def test_a_message_that_cannot_be_continued_is_refused_with_the_reason(name):
+    more, setting, reason = NOT_CONTINUED[name]
+    checks = {
+        "ends": "{% if messages[-1].role != 'user' %}{{ raise_exception('must end with a user') }}{% endif %}",
+        "drops": "{% if messages[-1].role == 'assistant' %}{% set messages = messages[:-1] %}{% endif %}",
+    }
+    tokenizer = copy.deepcopy(CHAT.tokenizer)
+    tokenizer.chat_template = checks.get(setting.get("chat"), "") + tokenizer.chat_template
+    async with endpoint("x", chat=Chat(tokenizer, tool_reader=ToolCalls)) as (llm, tree):
+        if name == "behind an API":
+            tree.actor.chat = None
+        body = {"continue_final_message": True} | more
+        with pytest.raises(openai.BadRequestError, match=reason):
+            await chat(openai_client(llm), setting.get("messages", BEGUN), extra_body=body)
+        assert tree.nodes == []
 
 
 class City(pydantic.BaseModel):
@@ -1228,7 +1338,7 @@ SDK_TYPES = {
     messages: [MessageCreateParamsStreaming, BetaMessageCreateParamsStreaming],
 }
 OF_OTHER_CLIENTS = {
-    chat_completions: set(),
+    chat_completions: {"add_generation_prompt", "continue_final_message"},
     responses: {"client_metadata"},
     messages: {"output_format", "temperature", "top_k", "top_p"},
 }

@@ -33,6 +33,8 @@ CHATML = (
     "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+# They drop the thoughts of earlier turns, also empty ones.
+DROP_THOUGHTS = {"qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 every_template = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
 
 
@@ -174,6 +176,23 @@ def turn_of(stream, token_ids, text, finish_reason, version):
         "text": text,
     }
     return stream.turn(Completion(**message, finish_reason=finish_reason, policy_version=version))
+
+
+@every_template
+def test_a_reply_continues_a_last_message_as_in_transformers(path):
+    chat = chat_of(path)
+    asked = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the answer "}]
+    shown = in_parts(asked) if chat.chat_template in TAKE_ONLY_PARTS else asked
+    options = {"chat_template": chat.chat_template, "tokenize": False}
+    expected = chat.tokenizer.apply_chat_template(shown, continue_final_message=True, **options)
+    stream = TokenStream(chat, [asked[0], asked[1] | {"prefix": True}])
+    # The library trims the text if the template does; a text behind it continues it in any case.
+    assert unmarked(stream.rendered).rstrip() == expected.rstrip()
+    reply, more = "is 42", {"role": "user", "content": "think"}
+    ids = chat.tokenizer.encode(reply, add_special_tokens=False)
+    is_kept = stream.append(ids, reply, [more])
+    assert stream.messages == [asked[0], chat.assistant_message("the answer is 42"), more]
+    assert is_kept == (path.stem not in DROP_THOUGHTS)
 
 
 @every_template

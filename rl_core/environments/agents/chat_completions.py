@@ -16,6 +16,7 @@ from rl_core.environments.agents.requests import (
     called,
     content_of_parts,
     limit_of,
+    mark_prefix,
     read_arguments,
     read_tool,
     schema_of,
@@ -27,8 +28,8 @@ from rl_core.types import JSON, JSONObject, Message
 PATH = "/v1/chat/completions"
 MAX_REPLIES = 128  # Limit of `n`, the same as OpenAI's.
 FIELDS = Fields(
-    used="logprobs max_completion_tokens max_tokens messages model n response_format stop stream "
-    "stream_options tool_choice tools",
+    used="add_generation_prompt continue_final_message logprobs max_completion_tokens max_tokens "
+    "messages model n response_format stop stream stream_options tool_choice tools",
     harmless="metadata moderation prediction prompt_cache_key prompt_cache_options "
     "prompt_cache_retention safety_identifier service_tier store user",
     decided="frequency_penalty logit_bias parallel_tool_calls presence_penalty reasoning_effort "
@@ -51,9 +52,17 @@ def read(body: JSONObject) -> Request:
     messages = wanted(body, "messages", list, [])
     if not messages:
         raise Refusal("messages is empty")
+    messages = [read_message(message) for message in messages]
+    if wanted(body, "continue_final_message", bool, False):
+        if body.get("add_generation_prompt"):
+            raise Refusal("continue_final_message: set add_generation_prompt to false, or omit it")
+        if not mark_prefix(messages):
+            raise Refusal("continue_final_message: the last message must be the assistant's text")
+    elif body.get("add_generation_prompt") is False:
+        overridden.append("add_generation_prompt")
     return Request(
         model=wanted(body, "model", str, ""),
-        messages=[read_message(message) for message in messages],
+        messages=messages,
         tools=read_tools(wanted(body, "tools", list, [])),
         reads_calls=choice != "none",
         max_tokens=limit_of(body, "max_tokens", "max_completion_tokens"),
@@ -116,7 +125,7 @@ def write(replies: Sequence[Reply], request: Request) -> JSONObject:
             message["content"] = reply.text or None
             message["tool_calls"] = [written_call(call) for call in reply.calls]
         choice = {"index": index, "message": message, "finish_reason": FINISH[reply.finish_reason]}
-        choices.append(choice | {"logprobs": logprobs_of(reply, request)})
+        choices.append(choice | {"logprobs": choice_logprobs(reply, request)})
     head = header(replies[0], request, "chat.completion")
     return head | {"choices": choices, "usage": usage(replies)}
 
@@ -132,7 +141,7 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
     for index, reply in enumerate(replies):
         yield chunk(index, {"role": "assistant", "content": ""})
         # The first delta has the logprobs of all tokens, including thoughts and calls.
-        logprobs = logprobs_of(reply, request)
+        logprobs = choice_logprobs(reply, request)
         for delta in deltas(reply):
             yield chunk(index, delta, logprobs=logprobs)
             logprobs = None
@@ -172,15 +181,18 @@ def written_call(call: Call) -> JSONObject:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def logprobs_of(reply: Reply, request: Request) -> JSONObject | None:
-    if not request.wants_logprobs:
-        return None
+def choice_logprobs(reply: Reply, request: Request) -> JSONObject | None:
+    return {"content": logprobs_of(reply), "refusal": None} if request.wants_logprobs else None
+
+
+def logprobs_of(reply: Reply) -> list[JSONObject]:
+    """Each sampled token with its logprob; [] if the request did not ask for them."""
     content = []
     for token, logprob in reply.logprobs:
         text = token.decode(errors="replace")
         one = {"token": text, "logprob": logprob, "bytes": list(token)}
         content.append(one | {"top_logprobs": []})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:

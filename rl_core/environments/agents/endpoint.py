@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, cast
 
 from aiohttp import web
 
+from rl_core.data.chat import without_prefix
 from rl_core.environments.agents import chat_completions, forward, messages, responses
 from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
 from rl_core.environments.agents.tree import Attempt, Tree
@@ -202,7 +203,7 @@ class Endpoint:
         if not request.is_kept:
             return
         for reply in replies:
-            history = [*request.messages, reply.message]
+            history = [*without_prefix(request.messages)[0], reply.message]
             # Later requests have their own schema; this one may have megabytes.
             conversation = replace(request, messages=history, schema=None)
             self.stored[dialect.reply_id(reply)] = conversation
@@ -246,6 +247,8 @@ def unenforceable(actor: Actor, request: Request) -> str:
     """The reason why an actor cannot reply in the request's JSON schema, or ""."""
     if request.tools and request.reads_calls:
         return "calls of tools do not fit it; leave out the tools or set tool_choice none"
+    if request.messages[-1].get("prefix"):
+        return "a reply that continues a message does not begin the JSON; end with a user's message"
     if actor.chat is None or not all(engine.has_grammars for engine in actor.engines):
         return f"actor {actor.name} has no engine with grammars, as the embedded engine is"
     with suppress(ValueError):

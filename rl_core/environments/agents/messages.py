@@ -15,6 +15,7 @@ from rl_core.environments.agents.requests import (
     called,
     content_of_parts,
     limit_of,
+    mark_prefix,
     read_arguments,
     read_tool,
     schema_of,
@@ -63,6 +64,7 @@ def read(body: JSONObject) -> Request:
         messages += read_message(message)
     if not messages:
         raise Refusal("messages is empty")
+    mark_prefix(messages)
     tools = []
     for tool in wanted(body, "tools", list, []):
         if not isinstance(tool, dict) or "input_schema" not in tool:

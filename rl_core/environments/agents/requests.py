@@ -13,6 +13,8 @@ from rl_core.types import JSON, JSONObject, Message
 
 # Values that ask for nothing.
 NEUTRAL = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
     "modalities": ["text"],
     "parallel_tool_calls": True,
     "top_logprobs": 0,
@@ -143,6 +145,7 @@ class Reply:
     calls: list[Call]
     finish_reason: str  # "stop", "length" (also after calls) or "calls".
     stop: str = ""  # The stop string that ended it.
+    prefix: str = ""  # Text of the request's last message, which the reply continues.
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     # (bytes, logprob) of each token, if wanted.
@@ -170,10 +173,21 @@ class Reply:
 
     @property
     def message(self) -> Message:
-        """The reply as a chat message."""
+        """The reply as a chat message, with the prefix."""
         calls = [called(call.id, call.name, call.arguments) for call in self.calls]
-        message = {"role": "assistant", "content": self.text}
+        message = {"role": "assistant", "content": self.prefix + self.text}
         return message | {"tool_calls": calls} if calls else message
+
+
+def mark_prefix(messages: list[Message]) -> bool:
+    """Marks the last message as one that the reply continues. Returns False if it is no text of the
+    assistant."""
+    last = messages[-1]
+    is_text = isinstance(last["content"], str) and last["content"] and not last.get("tool_calls")
+    if last["role"] != "assistant" or not is_text:
+        return False
+    last["prefix"] = True
+    return True
 
 
 def called(call_id: JSON, name: JSON, arguments: JSONObject) -> JSONObject:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from rl_core.environments.agents.chat_completions import write_error
+from rl_core.environments.agents.chat_completions import logprobs_of, write_error
 from rl_core.environments.agents.requests import (
     Fields,
     Refusal,
@@ -42,8 +42,6 @@ __all__ = ["NOT_KEPT", "PATH", "continued", "read", "reply_id", "stream", "write
 def read(body: JSONObject) -> Request:
     """Raises Refusal for what this engine cannot do."""
     overridden = FIELDS.overridden_in(body)
-    if LOGPROBS in wanted(body, "include", list, []):
-        overridden.append("logprobs")
     if wanted(body, "text", dict, {}).get("verbosity"):
         overridden.append("verbosity")
     form = wanted(wanted(body, "text", dict, {}), "format", dict, {})
@@ -74,6 +72,7 @@ def read(body: JSONObject) -> Request:
         is_streamed=wanted(body, "stream", bool, False),
         schema=schema_of(form, "text.format"),
         continues=wanted(body, "previous_response_id", str),
+        wants_logprobs=LOGPROBS in wanted(body, "include", list, []),
         is_kept=True,
         overridden=overridden,
     )
@@ -201,7 +200,7 @@ def output(reply: Reply) -> list[JSONObject]:
     status = "incomplete" if reply.finish_reason == "length" else "completed"
     if reply.text or not reply.calls:
         item = {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": status}
-        items.append(item | {"content": [text_part(reply.text)]})
+        items.append(item | {"content": [text_part(reply.text, logprobs_of(reply))]})
     for number, call in enumerate(reply.calls):
         item = {"type": "function_call", "id": f"fc_{reply.id}-{number}", "call_id": call.id}
         item |= {"name": call.name, "arguments": json.dumps(call.arguments)}
@@ -209,8 +208,8 @@ def output(reply: Reply) -> list[JSONObject]:
     return items
 
 
-def text_part(text: str) -> JSONObject:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def text_part(text: str, logprobs: list[JSONObject]) -> JSONObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
@@ -248,8 +247,11 @@ def events(
 
 
 def text_events(position: JSONObject, reply: Reply) -> Iterator[tuple[str, JSONObject]]:
-    yield "response.content_part.added", position | {"part": text_part("")}
+    yield "response.content_part.added", position | {"part": text_part("", [])}
+    # The first delta has the logprobs of all tokens, including thoughts and calls.
+    logprobs = every = logprobs_of(reply)
     for piece in reply.pieces("text"):
-        yield "response.output_text.delta", position | {"delta": piece, "logprobs": []}
-    yield "response.output_text.done", position | {"text": reply.text, "logprobs": []}
-    yield "response.content_part.done", position | {"part": text_part(reply.text)}
+        yield "response.output_text.delta", position | {"delta": piece, "logprobs": logprobs}
+        logprobs = []
+    yield "response.output_text.done", position | {"text": reply.text, "logprobs": every}
+    yield "response.content_part.done", position | {"part": text_part(reply.text, every)}

@@ -174,6 +174,10 @@ class Tree:
         return next(iter([*running, *reversed(attempts)]), None)
 
     async def play(self, request: Request) -> list[Node]:
+        if self.actor.chat is None and request.messages[-1].get("prefix"):
+            raise Refusal(
+                "a model behind an API cannot continue the last message; end with a user's"
+            )
         keys = [key_of(message) for message in request.messages]
         tools = tools_key(request.tools)
         if self.actor.chat and self.longest(keys, tools)[0] is None:
@@ -273,6 +277,7 @@ class Tree:
                 code=code_of(talk),
             )
         reply = reply_of(talk, request)
+        keys = keys[:-1] if reply.prefix else keys
         spoken = [key for key in [*keys, key_of(reply.message)] if key]
         return Node(talk, talk.num_replies, reply, spoken, tools_key(talk.tools), parent)
 
@@ -351,7 +356,7 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
         # nine characters.
         call["id"] = sha256(f"{reply_id}.{number}".encode()).hexdigest()[:9]
     calls = message.get("tool_calls") or [] if request.reads_calls else []
-    text = message.get("content") or "" if calls else talk.text
+    text = message["content"].removeprefix(talk.prefix) if calls else talk.text
     text, stop = cut_at_stop(text, request.stop)
     thoughts, ended, answer = text.rpartition("</think>")
     if ended:
@@ -365,6 +370,7 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
         calls=[Call(id=call["id"], **call["function"]) for call in calls],
         finish_reason="length" if talk.truncated else finish_reason,
         stop=stop,
+        prefix=talk.prefix,
     )
     if talk.turns:
         completion = talk.turns[-1].completion
