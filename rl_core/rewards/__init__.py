@@ -93,8 +93,10 @@ def maths(text: str, answer: str | float | list[str]) -> float:
     reference may be LaTeX without dollars. A list of texts, or its JSON text, holds
     alternatives of which each is right. See rl_core/rewards/math_answers.py."""
     final = final_answer(str(text))
-    references = [reference_answer(each) for each in alternatives(answer)]
-    return float(any(is_equal(final, reference) for reference in references))
+    listed = alternatives(answer)
+    references = [reference_answer(each) for each in listed]
+    is_right = any(is_equal(final, reference) for reference in references)
+    return float(is_right or final.strip() in [str(each).strip() for each in listed])
 
 
 def matches(text: str, pattern: str) -> float:

@@ -85,8 +85,10 @@ UNITS = rf"(?:{CLOSE_UNITS}|[a-zA-Z]{{3,}}|[msghL])"
 UNIT_POWER = r"\.?(?:\^\{?-?[1-4]\}?)?"
 BASE = r"([0-9A-F]+)_\{?(\d+)\}?"
 # A function's value, a probability, a segment or an angle.
-NAME = r"[fghpquvFGHQ]'*\([\w.,-]+\)|[A-Za-z]\w*\([a-z,]+\)|[A-Za-z]{2,}\([\w,]+\)|"
-NAME += r"(?:P|E|Pr|Var)\([^()]*\)|[A-Z]{2,4}|\|[A-Z]{2,4}\||m?\\angle\w+|\[[A-Z]{3,}\]"
+NAME = r"[fghFGHQ]'*(?:\^\{?-1\}?)?\([^()]*\)|[A-Za-z]\w*\([a-z,]+\)|[A-Za-z]{2,}\([\w,]+\)|"
+NAME += r"[pquv]\([\d.,-]+\)|[a-zA-Z](?:\+[a-zA-Z])+|\|[a-zA-Z]\||"
+NAME += r"\\(?:sin|cos|tan|det|gcd|dim|triangle)[({]?(?:\w|,|\\[a-z]+)+[)}]?|"
+NAME += r"(?:P|E|Pr|Var)\([^()]*\)|[A-Z]{2,4}(?:\^2)?|\|[A-Z]{2,4}\||m?\\angle\w+|\[[A-Z]{3,}\]"
 CLOCK = r"(\d{1,2}):(\d\d)(?:([ap])\.?m\.?)?"
 DEGREES = r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°|\^\{?°\}?)(?:\s|~|\\[,;! ])*"
 CELSIUS = r"(?:\\(?:text|mathrm|mathit|rm)\s*\{?)?\s*([CF])(?![A-Za-z])\}?"
@@ -104,8 +106,11 @@ ABSENT = {"", "none", "null", "nan", "n/a", "na", "?", "unknown"}
 MAX_WORDS = 3  # Most words of a reference without mathematics.
 VERDICT = r"(?i)(?:yes|no|true|false)(?:[.,!;]|$)"
 # A letter with a delimiter, alone or before the text of its option: (B), C) 12, E: words.
-OPTION = re.compile(r"\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*(?:\)|[.:](?=\s|$)|$))\s*(.*)", re.S)
-OPTIONS = re.compile(r"\(?\b[A-J]\)|\b[A-J][.:]\s|(?:or|and|[,/])\s*[A-J]\s*$")
+OPTION = re.compile(
+    r"(?:(?i:option|choice) )?(?:\(\s*([A-J])\s*\)|([A-J])\s*(?:\)|[.:](?=\s|$)|$))\s*(.*)",
+    re.S,
+)
+OPTIONS = re.compile(r"^[A-J]\W*$|\(?\b[A-J]\)|\b[A-J][.:]\s|(?:or|and|[,/])\s*[A-J]\s*$")
 STYLE = r"\\(?:text|mbox|mathrm|mathbf|mathit|bm|boldsymbol|mathsf)(?:bf|it|rm|sf|normal)?\s*\{"
 
 
@@ -277,7 +282,8 @@ def reference_answer(answer: object) -> str:
         final = final_answer(text)
     elif re.search(r"\$|\\[(\[]", text):
         formulas = [span for span in expressions(text) if span[2] != text]
-        around = re.sub(r"\b(?:and|or)\b", "", re.sub(FORMULA, " ", text, flags=re.S))
+        around = re.sub(FORMULA, " ", text, flags=re.S)
+        around = re.sub(r"\b(?:and|or)\b|\\text\{[^{}]*\}", "", around)
         is_prose = re.search(r"[A-Za-z]{2,}", around)
         if is_prose and formulas:
             final = max(formulas, key=lambda span: span[1])[2]
@@ -295,12 +301,14 @@ def reference_answer(answer: object) -> str:
 def option(text: str) -> tuple[str, str] | None:
     """(letter, text of the option) of a choice such as (B) or C) 12; None for other texts and for
     several options."""
-    plain = re.sub(STYLE + r"|[{}$*~]|\\[ ,;:!]|\\q?quad", " ", text)
-    match = OPTION.fullmatch(plain)
-    if match is None or OPTIONS.search(match[3]):
+    plain = re.sub(STYLE + r"|[{}$*~]|\\[ ,;:!]|\\q?quad", " ", text[: MAX_CHARS + 1])
+    match = OPTION.fullmatch(" ".join(plain.split()))
+    if len(text) > MAX_CHARS or match is None or OPTIONS.search(match[3]):
         return None
     letter = match[1] or match[2]
-    rest = re.sub(rf"(?s)^.*?{letter}\s*\}}?\s*(?:[).:]\s*)?\}}?", "", text, count=1)
+    rest = re.sub(
+        rf"(?s)^.*?(?<![A-Za-z]){letter}(?![A-Za-z])\s*\}}?\s*(?:[).:]\s*)?\}}?", "", text, count=1
+    )
     if rest.count("}") > rest.count("{"):
         rest = rest.rstrip("$ ").removesuffix("}")
     return letter, rest if match[3] else ""
@@ -322,6 +330,7 @@ def cleaned(text: str) -> tuple[str, str]:
     text = re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"\\[dt]binom(?![A-Za-z])", r"\\binom", text)
     text = re.sub(r"\\operatorname\*?\s*\{(\w+)\}", r"\\\1 ", text)
+    text = re.sub(r"(?<=[\d}])(?:\s|~|\\[,;: ])+\\Omega(?![A-Za-z])", " “ohm” ", text)
     text = re.sub(DEGREES + CELSIUS, r" “deg\1” ", text)
     text = re.sub(rf"(?<=[\d}})])\s*{DEGREES}(?=[\s$.]*$)", " “deg” ", text)
     text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°|\^\{?°\}?", " ", text)
@@ -335,7 +344,7 @@ def cleaned(text: str) -> tuple[str, str]:
     text = re.sub(r"\\([A-Za-z]+) ?", command, text)
     text = re.sub(r"(?<=[\d.])[eE]([+-]?\d+)(?![\w.])", r"*10^{\1}", text)
     text = " ".join(text.split())
-    text = re.sub(r"(?<=[\d)\]}⦄⟩]),? and ", ",", text)
+    text = re.sub(r"(?<=[\d)\]}⦄⟩]),? and |(?<=\b[A-J]),? and (?=[A-J]\b)", ",", text)
     text = re.sub(r"(?<=[\w)\]}⦄⟩]),? or (?=.*[<>≤≥])|(?<=[\d)\]}⦄⟩]),? or ", "∨", text)
     is_region = all(re.search("[<>≤≥∈]", side) for side in text.split("∨"))
     text = text.replace("∨", "∪" if is_region else ",")
@@ -357,6 +366,8 @@ def text_group(match: re.Match[str]) -> str:
     """The meaning of a text group: a list's "and", a letter, a function, a number with its unit, or
     text."""
     text = " ".join(match[1].split())
+    if re.fullmatch(r"\(?[A-J]\)?(?:(?:,| and|, and) \(?[A-J]\)?)+", text):
+        return text.replace(" and ", ",").replace(",,", ",")
     if re.fullmatch(r"(?:,\s*)?(?:and|or)", text):
         return "," if text.endswith("and") else "∨"
     before = re.sub(r"[\s~]+$", "", match.string[: match.start()])
@@ -383,8 +394,9 @@ def without_units(text: str) -> tuple[str, str]:
     is_clock = any(re.fullmatch(r"[ap]\.?\s?m\.?", word) for word in words)
     is_unit = not any(map(MODIFIER.search, words))
     if re.search(r"[\w∞∅)\]}⦄⟩]", bare) and not is_clock and is_unit:
-        unit = " ".join(re.findall(group, text))
-        text = re.sub(r"(?<![.\s])\s*[.,;:]$", "", " ".join(bare.split()))
+        tail = re.search(rf"((?:\s*{group})+)[\s.,;:]*$", text)
+        unit = tail[1] if tail else ""
+        text = re.sub(r"^[=≈]|(?<![.\s])\s*[.,;:]$", "", " ".join(bare.split()))
     plain = rf"(?:{CLOSE_UNITS}|\s+{UNITS}){UNIT_POWER}(?:[\s/*]+{UNITS}{UNIT_POWER})*"
     value = re.fullmatch(rf"(.*[\d}})])\s*({plain})", text)
     # Letters after a variable are further variables, not a unit.

@@ -9,47 +9,17 @@ from functools import cache
 
 # Names = factor, then base units and their exponents. The base units of mechanics are m, k(g), s.
 TABLE = """
-m meter metre = 1 m 1
-g gram = 1/1000 k 1
-s sec second = 1 s 1
-A amp ampere = 1 A 1
-K kelvin = 1 K 1
-mol mole = 1 mol 1
-L l liter litre = 1/1000 m 3
-N newton = 1 k 1 m 1 s -2
-J joule = 1 k 1 m 2 s -2
-W watt = 1 k 1 m 2 s -3
-Pa pascal = 1 k 1 m -1 s -2
-bar = 100000 k 1 m -1 s -2
-atm = 101325 k 1 m -1 s -2
-Hz hertz = 1 s -1
-C coulomb = 1 A 1 s 1
-V volt = 1 k 1 m 2 s -3 A -1
-F farad = 1 k -1 m -2 s 4 A 2
-T tesla = 1 k 1 s -2 A -1
-H henry = 1 k 1 m 2 s -2 A -2
-eV = 1 eV 1
-cal calorie = 1 cal 1
-Wh = 3600 k 1 m 2 s -2
-min minute = 60 s 1
-h hr hour = 3600 s 1
-d day = 86400 s 1
-week = 604800 s 1
-month = 1 month 1
-yr year = 12 month 1
-in inch = 127/5000 m 1
-ft foot feet = 381/1250 m 1
-yd yard = 1143/1250 m 1
-mi mile = 201168/125 m 1
-mph = 1397/3125 m 1 s -1
-lb pound = 1 lb 1
-oz ounce = 1/16 lb 1
-rad radian = 1 rad 1
-deg degree = 1 deg 1
-degC = 1 degC 1
-degF = 1 degF 1
-dollar = 1 $ 1
-cent = 1/100 $ 1
+m meter metre=1 m 1; g gram=1/1000 k 1; s sec second=1 s 1; A amp ampere=1 A 1; K kelvin=1 K 1;
+mol mole=1 mol 1; L l liter litre=1/1000 m 3; N newton=1 k 1 m 1 s -2; J joule=1 k 1 m 2 s -2;
+W watt=1 k 1 m 2 s -3; Pa pascal=1 k 1 m -1 s -2; bar=100000 k 1 m -1 s -2;
+atm=101325 k 1 m -1 s -2; Hz hertz=1 s -1; C coulomb=1 A 1 s 1; V volt=1 k 1 m 2 s -3 A -1;
+ohm=1 k 1 m 2 s -3 A -2; F farad=1 k -1 m -2 s 4 A 2; T tesla=1 k 1 s -2 A -1;
+H henry=1 k 1 m 2 s -2 A -2; eV=1 eV 1; cal calorie=1 cal 1; Wh=3600 k 1 m 2 s -2;
+min minute=60 s 1; h hr hour=3600 s 1; d day=86400 s 1; week=604800 s 1; month=1 month 1;
+yr year=12 month 1; in inch=127/5000 m 1; ft foot feet=381/1250 m 1; yd yard=1143/1250 m 1;
+mi mile=201168/125 m 1; mph=1397/3125 m 1 s -1; lb pound=1 lb 1; oz ounce=1/16 lb 1;
+rad radian=1 rad 1; deg degree=1 deg 1; degC=1 degC 1; degF=1 degF 1; dollar=1 $ 1;
+cent=1/100 $ 1
 """
 PREFIXES = {
     "f": -15, "p": -12, "n": -9, "µ": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6, "G": 9,
@@ -64,8 +34,8 @@ Unit = tuple[Fraction, Counter[str]]
 @cache
 def known_units() -> dict[str, Unit]:
     units = {}
-    for line in TABLE.strip().splitlines():
-        names, value = line.split("=")
+    for row in TABLE.rstrip().split(";"):
+        names, value = row.split("=")
         factor, *base = value.split()
         exponents = Counter(dict(zip(base[::2], map(int, base[1::2]), strict=True)))
         for name in names.split():
@@ -92,6 +62,7 @@ def unit_value(text: str) -> Unit | None:
     """(factor to base units, their exponents) of a unit such as km/h; None if it is unknown."""
     text = re.sub(r"\bper\b", "/", re.sub(r"[“”~.*]|\\cdot", " ", text))
     text = re.sub(r"\bsquare (\w+)", r"\1^2", re.sub(r"\bcubic (\w+)", r"\1^3", text))
+    text = re.sub(r"\b(k?m)s\s*\^\s*\{?-", r"\1 s^{-", text)  # Metres per second.
     if not re.fullmatch(rf"(?:{ATOM.pattern})+\s*", text):
         return None
     factor, exponents = Fraction(1), Counter[str]()

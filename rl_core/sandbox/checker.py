@@ -120,7 +120,7 @@ class Program:
             if self.status != "error" or not usable or kinds[0] != usable[0].__name__:
                 text = f"{kinds[0]}: {text}"
             self.error = usable[0](text) if usable else Exception(text)
-            self.error.kinds = kinds
+            vars(self.error)["kinds"] = kinds
             raise self.error
         for number, now in answer.get("changed", {}).items():
             change_in_place(args[int(number)], decode(now))
