@@ -20,6 +20,15 @@ def printable(text: str, also: str = "") -> str:
     return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
 
 
+def keep_ends(text: str, most: int) -> str:
+    """The text without its middle if it has more than `most` characters: the first line says what
+    was done, and an exception stands at the end."""
+    if len(text) <= most:
+        return text
+    start = most // 3
+    return f"{text[:start]} ... {text[start + 5 - most :]}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the list of the known names."""
     known = list(known)

@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from rl_core.errors import keep_ends
 from rl_core.json_limits import (
     ESCAPED,
     STRICT_DECODER,
@@ -379,7 +380,7 @@ def is_key(value: str, key: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())[:400]
+    return keep_ends(" ".join(text.split()), 400)
 
 
 def raise_open_files() -> int:

@@ -56,7 +56,12 @@ class Environment:
         """The name in errors."""
         if isinstance(self.source, ModuleType):
             return getattr(self.source, "__file__", None) or self.source.__name__
-        return "reward_fn" if self.is_functions else str(self.source)
+        from rl_core.environments.env_file import FUNCTIONS
+
+        if not self.is_functions:
+            return str(self.source)
+        name = getattr(self.source, "__name__", "")  # "<lambda>" is not an identifier.
+        return name if name.isidentifier() and name not in FUNCTIONS else "reward_fn"
 
     @property
     def is_functions(self) -> bool:
@@ -87,6 +92,8 @@ class Environment:
         elif callable(self.source):
             module = ModuleType(self.name)
             vars(module)["reward_fn"] = self.source
+            if self.path != "reward_fn":
+                module = rewards_module([self.source], self.name)
         elif is_rewards(self.source):
             module = rewards_module(self.source, self.name)
         elif "://" in self.path:

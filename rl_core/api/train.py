@@ -77,6 +77,23 @@ def errors_of_fields() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def errors_of_rows(environments: list[Environment]) -> Iterator[None]:
+    """Inside, errors name the arguments `data` and `eval_data` where rows are theirs."""
+    try:
+        yield
+    except (ValueError, RunError) as error:
+        if type(error) in (ValueError, RunError) and len(environments) == 1:
+            path = environments[0].path
+            text = str(error).replace(f"{path}: {path}()", f"{path}()")  # Named once.
+            for split in environments[0].rows:
+                argument = {"train": "data", "eval": "eval_data"}[split]
+                for name in (f"load_tasks({split!r})", f"the split {split!r}"):
+                    text = text.replace(name, argument)
+            error.args = (text,)
+        raise
+
+
 @errors_of_fields()
 def train(
     config: Config,
@@ -144,7 +161,8 @@ def train(
     with ThreadPoolExecutor(1, "rl_core") as pool:
         running = pool.submit(run_here, config, environments, custom)
         try:
-            running.result()
+            with errors_of_rows(environments):
+                running.result()
         except KeyboardInterrupt:
             stop.set()
             print("interrupted: saves when this step is done", flush=True)

@@ -24,8 +24,8 @@ from typing import cast
 import httpx
 
 from rl_core.config import Config
-from rl_core.data.tasks import shorten
 from rl_core.engines.api_dialects import dialect_of
+from rl_core.errors import keep_ends
 from rl_core.metrics import Metric, Sum
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import Engine
@@ -138,7 +138,7 @@ class ApiActor:
     def _failure(self, text: str) -> str:
         """The text as one short line without the key, which an endpoint may repeat."""
         text = text.replace(self.key, "***") if self.key else text
-        return f"actor {self.name!r}: {self.url} gave {shorten(' '.join(text.split()), 400)}"
+        return f"actor {self.name!r}: {self.url} gave {keep_ends(' '.join(text.split()), 400)!r}"
 
     def end_session(self, session: str) -> None: ...
 

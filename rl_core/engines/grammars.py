@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_core.data.pretrained import Tokenizer
 from rl_core.data.tokenizer_facts import TokenizerFacts
+from rl_core.errors import keep_ends
 from rl_core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def failure(matcher: LLMatcher) -> str:
     if not matcher.is_error():
         return ""
     reason = " ".join(re.sub(r"<state>.*", "", matcher.get_error(), flags=re.DOTALL).split())
-    return f"the JSON schema cannot be enforced: {reason[:300]}"
+    return f"the JSON schema cannot be enforced: {keep_ends(reason, 300)}"
 
 
 def masked_logits(logits: Tensor, matchers: Iterable[LLMatcher | None]) -> Tensor:

@@ -29,6 +29,7 @@ from rl_core.engines.weight_transfer import (
     keeps_backup,
 )
 from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
+from rl_core.errors import keep_ends
 from rl_core.metrics import Metric, Sum
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.sampling.engine import Engine, EngineDied, EngineSpec, WeightOwner
@@ -364,12 +365,13 @@ class ServedEngine(Engine):
             )
         except EngineDied as error:
             raise await self.server.lost(number, str(error)) from None
+        reply = keep_ends(content.decode(errors="replace"), 500)
         if status >= 500 and await self.is_broken():
-            raise await self.server.lost(number, f"has died: {content[:500]!r}")
+            raise await self.server.lost(number, f"has died: {reply!r}")
         response = json.loads(content) if content.startswith(b"{") else {}
         # SGLang reports some refusals with status 200.
         if status != 200 or response.get("success") is False:
-            raise RuntimeError(f"{self.server} refused /{path} with {status}: {content[:500]!r}")
+            raise RuntimeError(f"{self.server} refused /{path} with {status}: {reply!r}")
         return response
 
     def check_label(self, label: str) -> None:

@@ -222,7 +222,7 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[Row]:
         ) from error
     if isinstance(rows, list) and not is_list(rows, dict):
         raise ValueError(
-            f"{path}: load_tasks({split!r}) must return dictionaries, not {shorten(rows)}"
+            f"{path}: load_tasks({split!r}) must give dictionaries, not {shorten(rows)}"
         )
     return rows
 

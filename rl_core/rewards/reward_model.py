@@ -30,6 +30,7 @@ from aiohttp import web
 from rl_core.data.chat import load_chat
 from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.pretrained import load_pretrained
+from rl_core.errors import keep_ends
 from rl_core.http_guard import MAX_LOCAL_STRANGERS, HttpServer, read_json
 from rl_core.types import InputImage, Message
 
@@ -192,7 +193,7 @@ async def remote_scores(
                 async with session.post(f"{url.rstrip('/')}/classify", json=body) as response:
                     if response.status == 200:
                         return [item["score"] for item in (await response.json())["data"]]
-                    reason = f"{response.status}: {(await response.text())[:500]}"
+                    reason = f"{response.status}: {keep_ends(await response.text(), 500)}"
                     if response.status < 500 and response.status != 429:
                         raise ValueError(f"{url} refused the request with {reason}")
             except (TimeoutError, aiohttp.ClientError) as error:

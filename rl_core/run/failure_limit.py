@@ -6,6 +6,7 @@ from collections import Counter
 
 from rl_core.data.episodes import failure_reason
 from rl_core.distributed import Ranks, all_gather_json
+from rl_core.errors import keep_ends
 from rl_core.plugin import Plugin, RunState
 from rl_core.types import RunError, Trajectory
 
@@ -86,17 +87,17 @@ def refuse_failures(
     counted = max(min_rows, len(rows))
     are_too_many = bad_rows > limit * counted
     if failed and (failed == total or are_too_many):
-        rule = ", which is all of them"
-        if are_too_many:
+        rule = ""
+        if failed < total:
             rule = (
-                f", and more than --rollout.max_failed_fraction={limit} allows: of the last "
+                f". It is more than --rollout.max_failed_fraction={limit} allows: of the last "
                 f"{len(rows)} rows {bad_rows:.4g} failed, where a row counts by its failed "
                 f"fraction, and {limit * counted:.4g} may"
             )
             if counted > len(rows):
                 rule += f", {limit} of {counted} rows, the least number that the limit applies to"
         raise RunError(
-            f"{failed} of {total} episodes of {name} failed{rule}. The first: {firsts[0]}"
+            f"{failed} of {total} episodes of {name} failed. The first: {firsts[0]}{rule}"
         )
     return dict(reasons.most_common(MAX_REASONS))
 
@@ -115,8 +116,8 @@ def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, lis
     for (env, task, *_), error in episodes.items():
         totals[env, task] += 1
         if error is not None:
-            first = first or f"{task}: {error}"
+            first = first or f"{task}: {error.replace(f' for task {task}', '')}"
             failed[env, task] += 1
-            reasons[failure_reason(error, task)[:MAX_REASON_CHARS]] += 1
+            reasons[keep_ends(failure_reason(error, task), MAX_REASON_CHARS)] += 1
     counts = [[*row, failed[row], total] for row, total in totals.items()]
     return counts, first, reasons.most_common(MAX_REASONS)

@@ -17,6 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import keep_ends
 from rl_core.sandbox import isolation
 from rl_core.sandbox.box_settings import BoxEnded, BoxSettings, ExecResult, make_upload
 from rl_core.sandbox.values import MAX_FRAME
@@ -81,7 +82,7 @@ def check_bwrap() -> None:
         raise OSError(f"bwrap did not start a program within {START_S} s") from None
     if tried.returncode:
         reason = " ".join(tried.stderr.decode(errors="replace").split())
-        raise OSError(f"bwrap fails ({reason[:200]}); allow user namespaces")
+        raise OSError(f"bwrap fails ({keep_ends(reason, 200)}); allow user namespaces")
 
 
 def compile_filter(is_image: bool = False) -> bytes:

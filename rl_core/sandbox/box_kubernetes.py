@@ -19,6 +19,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from kubernetes_asyncio.stream import WsApiClient
 
+from rl_core.errors import keep_ends
 from rl_core.sandbox.box_settings import COMPLETED, HealthCheck, Sidecar
 from rl_core.sandbox.engines import RIGHTS
 from rl_core.sandbox.remote_driver import (
@@ -284,7 +285,7 @@ class Pod:
         )
         if code:
             complaint = b"".join(outputs[2]).decode(errors="replace")
-            raise RemoteError(f"kubernetes: pod {self.id}: {complaint.strip()[:500]}")
+            raise RemoteError(f"kubernetes: pod {self.id}: {keep_ends(complaint.strip(), 500)}")
         return b"".join(outputs[1])
 
     async def renew(self) -> None:

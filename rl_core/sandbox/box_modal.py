@@ -22,6 +22,7 @@ from modal.exception import (
     TimeoutError,
 )
 
+from rl_core.errors import keep_ends
 from rl_core.sandbox.remote_driver import (
     BoxRequest,
     Fault,
@@ -167,7 +168,7 @@ class ModalSandbox:
         )
         if code:
             complaint = b"".join(outputs[2]).decode(errors="replace").strip()
-            raise RemoteError(f"modal: box {self.id}: {complaint[:500]}")
+            raise RemoteError(f"modal: box {self.id}: {keep_ends(complaint, 500)}")
         return b"".join(outputs[1])
 
     async def renew(self) -> None:

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl_core.errors import keep_ends
 from rl_core.sandbox import tunnel
 from rl_core.sandbox.box_containers import (
     ENTER,
@@ -183,7 +184,7 @@ class BoxService:
         """The text without keys, in one line."""
         for secret in filter(None, self.driver.secrets):
             text = text.replace(secret, "***")
-        return " ".join(text.split())[:1000]
+        return keep_ends(" ".join(text.split()), 1000)
 
     async def attempt(
         self,

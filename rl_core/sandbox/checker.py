@@ -281,4 +281,6 @@ def run_test(
         last = f"{program.last}: " if program.status == "wrong" and program.last else ""
         reason = f"{text.strip()[-300:]}: {last}{type(error).__name__}: {error}"
         reason += program.where
-    return {"passed": False, "status": program.status, "reason": reason[:600]}
+    if len(reason) > 600:  # The error stands at the end.
+        reason = f"{reason[:200]} ... {reason[-395:]}"
+    return {"passed": False, "status": program.status, "reason": reason}

@@ -146,7 +146,7 @@ def cache_folder() -> Path:
 
 
 def lock_within(timeout_s: float, file: IO[str], image: str) -> None:
-    """Locks the file. Raises RuntimeError if another process holds the lock for timeout_s."""
+    """Locks the file. Raises RuntimeError if it is held elsewhere for timeout_s."""
     began, is_noted = time.monotonic(), False
     while True:
         with suppress(BlockingIOError):
@@ -155,11 +155,12 @@ def lock_within(timeout_s: float, file: IO[str], image: str) -> None:
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise RuntimeError(
-                f"another process has held {file.name} for {timeout_s:g} s to build {image}; end "
-                "that process, or raise build_timeout_sec in task.toml"
+                f"{file.name} has been locked for {timeout_s:g} s to build {image}, by this run or "
+                "another; end the other, or raise build_timeout_sec in task.toml"
             )
         if waited_s > NOTE_S and not is_noted:
-            print(f"waits until another process has built {image}", file=sys.stderr, flush=True)
+            text = f"waits until {image} is built, by this run or another"
+            print(text, file=sys.stderr, flush=True)
             is_noted = True
         time.sleep(LOCK_POLL_S)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, TypeVar
 from rl_core.config import RolloutConfig
 from rl_core.config.flag_parsing import typed
 from rl_core.data.episodes import by_episode, episode_means, episode_rewards
-from rl_core.errors import printable, split
+from rl_core.errors import keep_ends, printable, split
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
@@ -42,7 +42,7 @@ ANSWERS = ("answer", "response", "solution", "target", "label", "reference")
 PLAIN = "I do not know."
 NORMAL = ("right", "plain")  # Kinds of replies whose episodes must not fail.
 NUM_TASKS = 8  # Default of --num_tasks.
-MAX_LINES = 40  # Lines of an episode's text.
+MAX_LINES, MAX_CHARS = 40, 200  # Lines of an episode's text, and characters of one.
 TELL_S = 5.0  # Seconds between lines while episodes are played.
 UNLIMITED = 1 << 20  # Tokens of a turn that must not be cut off.
 
@@ -429,7 +429,7 @@ def describe_episodes(outcomes: list[JSONObject]) -> list[str]:
         "failed"
     ]
     for o in outcomes:
-        turns, reward, why = "-", "-", f"failed: {short(o['error'], width=600)}"
+        turns, reward, why = "-", "-", f"failed: {keep_ends(printable(o['error']), 600)}"
         if o["status"] != "failed":
             turns, reward = f"{o['turns']:.3g}", f"{o['reward']:.4g}"
             parts = ", ".join(f"{name} {value:.4g}" for name, value in o["parts"].items())
@@ -467,6 +467,6 @@ def describe_truncated(env: Env, cut: Trajectory) -> list[str]:
     return lines
 
 
-def short(text: str, width: int = 200) -> str:
+def short(text: str) -> str:
     text = printable(text)
-    return text if len(text) <= width else f"{text[:width]} ..."
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} ..."

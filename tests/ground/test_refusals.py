@@ -19,6 +19,7 @@ from rl_core.algorithms import PRESETS
 from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, read_config, to_yaml
 from rl_core.environments.agents.harbor_tasks import task_rows
 from rl_core.environments.env_file import load_env
+from rl_core.errors import keep_ends
 from rl_core.learning.options import OPTIMIZERS
 from rl_core.plan.option_rules import check_options
 from rl_core.plan.plan import choose_algorithm, choose_engine
@@ -709,6 +710,14 @@ def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):
         ), name
     assert "--actors.NAME.{algo.*, critic.*, learner.*, optim.*, sampling.*}" in shown
     assert "{constant, linear, cosine, wsd} [constant]" in " ".join(shown.split())
+
+
+def test_a_long_reason_keeps_its_first_line_and_its_exception():
+    text = "the first line " + "x" * 500 + " KeyError: 'unknown'"
+    short = keep_ends(text, 90)
+    assert len(short) == 90 and short.startswith("the first line x")
+    assert short.endswith("x KeyError: 'unknown'") and "x ... x" in short
+    assert keep_ends(text, len(text)) == text
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,8 @@ def warned(rows: list[dict], folder, *flags: str) -> list[tuple[int, str, str]]:
         if run.file.exists()
         else []
     )
-    assert [line["text"] for line in lines] == texts and all(
-        "try" in text or "check" in text for text in texts
-    )
+    assert all(any(line["text"].endswith(text[-40:]) for text in texts) for line in lines)
+    assert len(texts) <= len(lines) and all("try" in text or "check" in text for text in texts)
     return [(line["step"], line["kind"], line["metric"].split("/", 2)[2]) for line in lines]
 
 
@@ -104,7 +103,7 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
     "rows, says",
     [
         ([row(reward_mean=n, truncated_frac=0.1 + 0.02 * n) for n in range(30)], [(9, "truncated", "truncated_frac")]),
-        ([row(reward_mean=n, zero_signal_frac=float(n > 5)) for n in range(30)], [(9, "no signal", "zero_signal_frac")]),
+        ([row(reward_mean=n / 99, zero_signal_frac=float(n > 5)) for n in range(30)], [(9, "no signal", "zero_signal_frac")]),
         ([row(reward_mean=n, truncated_frac=0.5) for n in range(9)], [(5, "truncated", "truncated_frac")]),
         (
             # All of step 1 failed.
@@ -113,7 +112,7 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
         ),
         # It ends, and begins anew after ten steps without it, and after one.
         (
-            [row(reward_mean=n, zero_signal_frac=float(n not in (8, 9, *range(20, 32)))) for n in range(40)],
+            [row(reward_mean=n / 99, zero_signal_frac=float(n not in (8, 9, *range(20, 32)))) for n in range(40)],
             [(3, "no signal", "zero_signal_frac"), (35, "no signal", "zero_signal_frac")],
         ),
         ([row(reward_mean=n, mismatch_kl_nats=0.02 * (n > 2)) for n in range(9)], [(6, "mismatch", "mismatch_kl_nats")]),
@@ -124,6 +123,15 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
         (
             [row(reward_mean=n, **{"reward/a": n, "reward/b": 0.5}) for n in range(40)],
             [(20, "constant reward", "reward/b")],
+        ),
+        (
+            [row(reward_mean=1.0 + n, zero_signal_frac=1.0) for n in range(9)],
+            [(3, "all solved", "zero_signal_frac")],
+        ),
+        # truncated_reward of the environment.
+        (
+            [row(reward_mean=n, **{"reward/a": n, "reward/truncated": 0.0}) for n in range(40)],
+            [],
         ),
         # Low entropy, and wrong.
         (learning(200, best=0.1), [(96, "entropy", "entropy_nats")]),
@@ -138,7 +146,10 @@ def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_
     both = [row(reward_mean=n, truncated_frac=0.5) for n in range(8)]
     both = [r | {name.replace("policy", "bob"): value for name, value in r.items()} for r in both]
     live = RunWarnings(config, tmp_path)
-    assert [len(live.step(step, r)) for step, r in enumerate(both, 1)] == [0, 0, 0, 0, 2, 0, 0, 0]
+    texts_of_steps = [live.step(step, r) for step, r in enumerate(both, 1)]
+    assert [len(texts) for texts in texts_of_steps] == [0, 0, 0, 0, 1, 0, 0, 0]
+    names = "rollout/policy/truncated_frac, rollout/bob/truncated_frac is 0.50 over 5 steps: "
+    assert texts_of_steps[4][0].startswith(names)
     before = live.file.read_text()
     assert [json.loads(line)["metric"] for line in before.splitlines()] == [
         "rollout/policy/truncated_frac", "rollout/bob/truncated_frac",
@@ -157,7 +168,7 @@ def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_
 def test_a_resumed_run_repeats_no_warning(places, tmp_path, capsys):
     env = (
         "def load_tasks(split): return [{'prompt': str(n)} for n in range(8)]\nasync def "
-        "reward_fn(completion): return 1.0\n"
+        "reward_fn(completion): return 0.5\n"
     )
     (tmp_path / "env.py").write_text(env)
     flags = words(

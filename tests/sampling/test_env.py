@@ -768,7 +768,7 @@ def test_load_tasks_gives_checked_rows(env_of):
     assert env_of(GOOD + "async def load_tasks(split): return [{}]").load_tasks("eval") == [{}]
     for body, match in (
         ("return None", r"load_tasks\('train'\) failed: .*TypeError"),
-        ("return [1]", "must return dictionaries, not \\[1\\]"),
+        ("return [1]", "must give dictionaries, not \\[1\\]"),
         ("return 1 / 0", r"failed: x\.py:3: ZeroDivisionError"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -89,7 +89,7 @@ def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of,
     seen = []
 
     def on_step(step, values):
-        seen.append((step, values["eval/reward_fn/greedy_score"]))
+        seen.append((step, values["eval/env/greedy_score"]))
         return step != 1
 
     def env(completion):
@@ -103,11 +103,9 @@ def test_on_step_ends_the_run_with_a_checkpoint_from_which_it_goes_on(config_of,
     result = train(config, on_step=on_step, **arguments)
     assert [step for step, _ in seen] == [1, 2, 3] and result.step == 3
     assert [
-        line["eval/reward_fn/greedy_score"]
-        for line in result.history
-        if "learn/policy/loss" not in line
+        line["eval/env/greedy_score"] for line in result.history if "learn/policy/loss" not in line
     ] == [
-        result.history[0]["eval/reward_fn/greedy_score"],
+        result.history[0]["eval/env/greedy_score"],
         *(score for _, score in seen),
     ]
 
@@ -176,7 +174,7 @@ def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, t
     assert result.step == 2 and "saved step 2" in capsys.readouterr().out
     theirs, ours = weights(tmp_path / "command"), weights(result.out)
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
-    with pytest.raises(ValueError, match="reward_fn must be a file, for other processes read it"):
+    with pytest.raises(ValueError, match="len_of must be a file, for other processes read it"):
         train(config_of("function"), env=len_of, data=ROWS, nproc=2)
     with pytest.raises(
         ValueError, match="on_step, plugins, loss, optimizer and engine are of this"
@@ -252,6 +250,9 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     def broken(completion):
         raise RuntimeError("on purpose")
 
+    def wants(solution):
+        return 1.0
+
     def refused(error, says, config, **arguments):
         with pytest.raises(error, match=says) as caught:
             train(config, **arguments)
@@ -297,8 +298,26 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
         env=lambda answer: 0.0,
         data=ROWS,
     )
+    refused(ValueError, "^data is empty", config_of("a"), env=len_of, data=[])
+    refused(
+        ValueError, "^row 1 of data: needs one of", config_of("a"), env=len_of, data=[{"x": "1"}]
+    )
+    refused(
+        ValueError,
+        r"^wants\(\) names 'solution', .* column of row 1 of data",
+        config_of("a"),
+        env=wants,
+        data=ROWS,
+    )
     refused(ValueError, "eval_data needs", config_of("a"), env=len_of, data=ROWS, eval_data=ROWS)
-    refused(RunError, "on purpose", config_of("b"), env=broken, data=ROWS)
+    refused(
+        RunError,
+        r"^\d+ of \d+ episodes of step 1 failed. The first: train/\d: broken\(\) failed: .*"
+        r"test_train_api.py:\d+: RuntimeError: on purpose",
+        config_of("b"),
+        env=broken,
+        data=ROWS,
+    )
     refused(
         ZeroDivisionError,
         "division",

@@ -47,7 +47,13 @@ def is_often_truncated(values: list[float], run: RunWarnings, name: str) -> bool
 
 
 def is_without_signal(values: list[float], run: RunWarnings, name: str) -> bool:
-    return run.compares_groups and min(values) == 1.0
+    return run.compares_groups and min(values) == 1.0 and not is_solved(values, run, name)
+
+
+def is_solved(values: list[float], run: RunWarnings, name: str) -> bool:
+    rewards = run.history.get(name.replace("zero_signal_frac", "reward_mean"), [])
+    is_passed = min(rewards[-len(values) :], default=-math.inf) >= run.config.eval.pass_reward
+    return run.compares_groups and min(values) == 1.0 and is_passed
 
 
 def is_constant(values: list[float], run: RunWarnings, name: str) -> bool:
@@ -57,6 +63,8 @@ def is_constant(values: list[float], run: RunWarnings, name: str) -> bool:
 
 
 def is_constant_part(values: list[float], run: RunWarnings, name: str) -> bool:
+    if name.endswith("reward/truncated"):  # truncated_reward, a constant of the environment.
+        return False
     actor, _, _ = name.partition("reward/")
     parts = [other for other in run.history if other.startswith(f"{actor}reward/")]
     return len(set(run.history[name])) == 1 and len(parts) > 1
@@ -144,8 +152,16 @@ RULES = (
         3,
         is_without_signal,
         "is 1 for 3 steps: the episodes of each group have the same reward, so that "
-        "nothing is learned; try easier tasks (harder ones, if all are solved), a larger "
-        "--group_size, or a reward with partial credit",
+        "nothing is learned; try easier tasks, a larger --group_size, or a reward with partial "
+        "credit",
+    ),
+    Rule(
+        "all solved",
+        "rollout/[^/]+/zero_signal_frac",
+        3,
+        is_solved,
+        "is 1 for 3 steps at a mean reward of --eval.pass_reward or more: the tasks are solved; "
+        "try harder ones, or end the run",
     ),
     Rule(
         "constant reward",
@@ -201,7 +217,15 @@ class RunWarnings:
     def step(self, step: int, values: dict[str, float]) -> list[str]:
         """Warnings that begin with this step. `values`: the step's metrics."""
         began = self.look(step, values)
-        return self.keep(step, began) if began else []
+        if not began:
+            return []
+        self.keep(step, began)
+        # One line where several actors, or parts of a reward, have the same problem.
+        names: dict[str, list[str]] = {}
+        for line in began:
+            about = line["text"].removeprefix(line["metric"])
+            names.setdefault(about, []).append(line["metric"])
+        return [", ".join(metrics) + about for about, metrics in names.items()]
 
     def failures(self, step: int, reasons: dict[str, int]) -> list[str]:
         """A warning for each new reason of failures. `reasons`: reason -> number of failed
