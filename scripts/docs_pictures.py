@@ -21,13 +21,14 @@ from rl_core.view.data import RunFolder
 from rl_core.view.server import LOCAL, Viewer
 
 QUICK, SECOND, TOOLS = "runs/quickstart/grpo", "runs/quickstart_2/grpo", "runs/curves/tool_use_0/rl"
-LOW = "only_step=40&only_kind=train&only_high=0.5"
+LOW = "only_step=40&only_high=0.5"
+MIXED = "step=40&kind=train&task=train/175&index=0"  # One of its group's rewards is 0.
 # Picture -> runs, address of the page, its height.
 PICTURES = {
     "view_curves": ([QUICK, SECOND], "#curves?seeds=1&smooth=0.5", 640),
-    "view_group": ([TOOLS], f"#talks?mode=group&{LOW}", 680),
+    "view_group": ([TOOLS], f"#talks?mode=group&only_step=40&{MIXED}", 680),
     "view_tokens": ([TOOLS], f"#talks?colour=entropy&{LOW}", 620),
-    "view_tasks": ([QUICK], "#tasks?state=learning", 640),
+    "view_tasks": ([QUICK], "#tasks?kind=sampled&state=learning", 640),
 }
 
 
@@ -61,7 +62,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, (runs, address, height) in PICTURES.items():
             port = asyncio.run_coroutine_threadsafe(serve(runs), loop).result()
-            page = browser.new_page(viewport={"width": 1280, "height": height})
+            page = browser.new_page(viewport={"width": 1440, "height": height})
             page.goto(f"http://127.0.0.1:{port}/{address}")
             page.wait_for_timeout(4000)  # until all rollouts are read
             page.screenshot(path=ROOT / f"docs/pictures/{name}.png")

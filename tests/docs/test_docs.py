@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 from kit import ROOT, metrics
+from view_parts import CHROMIUM, QUIET
 
 from rl_core.algorithms import PRESETS, clipped_loss
 from rl_core.config import from_sections, known_flags, parse_config
@@ -346,6 +347,21 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         assert not result, f"{page}: {result}"
     for style in site.rglob("*.css"):
         assert not re.search(r"(?:@import\s*|url\()[\"']?(?:https?:)?//", style.read_text()), style
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_page_of_the_site_fits_a_window_with_both_columns(site):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        for width in (1320, 1440, 1920):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            page.goto(f"file://{site}/runs.html")
+            box = page.locator(".toc-drawer").bounding_box()
+            assert box["x"] + box["width"] <= width
+        browser.close()
 
 
 @pytest.mark.slow

@@ -407,6 +407,7 @@ def test_without_recorded_values_the_page_says_how_to_record_them(game, serve, p
     page.get_by_label("Colour tokens by").select_option("advantage")
     page.get_by_text(f"rl-core replay {game} --step 2 --tokens").wait_for()
     assert page.locator("option[value=ratio]").is_disabled()
+    assert shown(page, "option[value=entropy]") == ["entropy (nats): not recorded"]
 
 
 def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):

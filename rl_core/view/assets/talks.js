@@ -68,9 +68,10 @@ function groupsIn(run) {
   for (const group of found.values()) {
     group.num = unique(group.map((e) => e.index)).length; // episodes
     group.isOneTask = group.every((e) => e.task === group[0].task);
+    for (const e of group) e.advantage = null;
     for (const side of groupsOf(group.filter((e) => e.reward !== null), nameOf).values()) {
       const baseline = meanOf([...groupsOf(side, (e) => e.index).values()].map((episode) => meanOf(episode.map((e) => e.reward))));
-      for (const e of side) e.advantage = e.kind === "train" && side.length > 1 ? e.reward - baseline : null;
+      if (side[0].kind === "train" && side.length > 1) for (const e of side) e.advantage = e.reward - baseline;
     }
   }
   run.groups = { entries: run.entries, num: run.entries.length, of: (e) => found.get(groupKey(e)) };
@@ -143,10 +144,12 @@ function talkColumns(entries, order) {
     ...names("metrics").map(value("metrics")),
   ];
   // Columns with one value are a line above the table.
-  const isSame = ({ name, of }) => entries.length > 1 && !["task", "reward", "reply", order.replace(/^-/, "")].includes(name) && entries.every((e) => of(e) === of(entries[0]));
-  const same = columns.filter(isSame), rest = columns.filter((column) => !same.includes(column));
+  const isSame = ({ of }) => { const first = of(entries[0]); return entries.every((e) => of(e) === first); };
+  const stay = ["task", "reward", "reply", order.replace(/^-/, "")];
+  const same = columns.filter((column) => entries.length > 1 && !stay.includes(column.name) && isSame(column)), rest = columns.filter((column) => !same.includes(column));
   const isShown = ({ key }, n) => !key || rest.slice(0, n).filter((column) => column.key === key).length < MOST_COLUMNS;
-  return { columns: rest.filter(isShown), same: same.flatMap(({ name, of }) => ((of(entries[0]) ?? "") === "" ? [] : [`${name} ${typeof of(entries[0]) === "number" ? short(of(entries[0])) : of(entries[0])}`])) };
+  const told = ({ name, of }) => { const value = of(entries[0]) ?? ""; return value === "" ? [] : [`${name} ${typeof value === "number" ? short(value) : value}`]; };
+  return { columns: rest.filter(isShown), same: same.flatMap(told) };
 }
 
 const isGrouped = (order) => /^-?step$/.test(order);

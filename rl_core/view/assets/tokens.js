@@ -17,7 +17,7 @@ function missing(shown) {
 
 function chooseColour(shown, coloured) {
   const isOff = (name) => !shown.some((t) => t.turns.length) || missing(shown).includes(name);
-  const option = ([name, { label }]) => el("option", { value: name, selected: name === coloured, disabled: isOff(name) }, label);
+  const option = ([name, { label }]) => el("option", { value: name, selected: name === coloured, disabled: isOff(name) }, isOff(name) ? `${label}: not recorded` : label);
   const onchange = (event) => { go({ colour: event.target.value, token: null }); read(current); };
   return el("select", { onchange }, el("option", { value: "" }, "off"), Object.entries(VALUES).map(option));
 }
