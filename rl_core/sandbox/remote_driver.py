@@ -92,10 +92,10 @@ def exit_status(*records: object) -> int:
     first = records[0] if records else None
     if first is None:
         raise EndUnknown("the connection was cut before the command ended")
-    is_status = isinstance(first, int) and 0 <= first <= 255
-    if not is_status or any(record != first for record in records):
-        raise EndUnknown(f"the service gave no exit status, but {records}")
-    return first
+    is_one = all(record == first for record in records)
+    if is_one and isinstance(first, int) and 0 <= first <= 255:
+        return first
+    raise EndUnknown(f"the service gave no exit status, but {records}")
 
 
 @contextmanager
