@@ -13,7 +13,7 @@ from typing import cast
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
-from rl_core.data.images import IMAGE_COLUMNS, SIDE_IMAGES, holds_image, with_images
+from rl_core.data.images import IMAGE_COLUMNS, SIDE_IMAGES, has_image, holds_image, with_images
 from rl_core.data.messages import MESSAGE_KEYS, text_of
 from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.row_forms import read_form
@@ -47,8 +47,13 @@ NUM_ROWS = 200  # The first rows of a data set are looked at.
 OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, *SIDE_IMAGES, "context"}
 INSTRUCTIONS = re.compile(
     "system|instruct|persona|context|guideline|passage|article|document|story|starter|hint|"
-    "premise|hypothesis|lecture|initial_reason|(^|_)tables?$|^(options|choices)$|"
-    "^op(tion_?)?[a-e]$",
+    "premise|hypothesis|lecture|initial_reason|(^|_)tables?$",
+    re.I,
+)
+# Columns of the answers to choose from.
+CHOICES = re.compile(
+    r"^(options|choices|op(tion_?)?[a-e]|(option|choice|distractor)_?\w)$|^incorrect.?answer|"
+    "(?-i:^[A-E]$)",
     re.I,
 )
 # Columns that hold the prompt of some sets in which `prompt` holds something else.
@@ -75,6 +80,8 @@ class ColumnUse:
     # message that neither rl_core nor the chat template reads.
     long: Counter[str] = field(default_factory=Counter)
     keys: Counter[str] = field(default_factory=Counter)
+    equal: int = 0  # Number of rows whose prompt is the most frequent one, but for RL.
+    equal_prompt: str = ""
     # Numbers of the rows, from 0, by remark on their messages.
     remarks: dict[str, list[int]] = field(default_factory=dict)
 
@@ -97,10 +104,10 @@ def column_use(
     config: Config, source: TaskSource, env: Env | None, chat: Chat | None = None
 ) -> ColumnUse:
     """The use of the columns of the first rows. `chat`: the chat that renders the rows."""
-    use, read, filled = ColumnUse(), {}, {}
+    use, read, filled, asked = ColumnUse(), {}, {}, Counter()
     columns = config.data.columns
     of_hooks = hook_columns(env) if env else set()
-    sees_all = env is not None and sees_rows(env)
+    sees_all = config.is_rl and (env is None or sees_rows(env))
     of_messages: set[str] = set()  # Columns of which a form makes `messages`.
     marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
@@ -116,8 +123,6 @@ def column_use(
         used = row.read.keys() | row.made | of_hooks | roots(original, columns)
         lost = lost_columns(config, row, messages, used)
         use.lost.update(lost)
-        if not sees_all:
-            use.long.update(long_columns(row, messages, used.union(lost)))
         if not config.is_rl:
             use.keys.update(unread_keys(chat, messages))
         use.nested.update(name for name in lost if not isinstance(dict.get(row, name), str))
@@ -125,8 +130,15 @@ def column_use(
         remarks += [*mark_remarks(chat, marks, messages), *label_remarks(config, row)]
         remarks += image_remarks(chat, row, messages, used)
         remarks += tool_remarks(row, messages) if not config.is_rl else ()
+        named = {name for name in row if any(f"column {name!r}" in remark for remark in remarks)}
+        if not sees_all:
+            use.long.update(long_columns(row, messages, used.union(lost, named)))
+        if not config.is_rl and not any(map(has_image, messages)):
+            asked[tuple(text_of(m) for m in messages if m["role"] != "assistant")] += 1
         for remark in remarks:
             use.remarks.setdefault(remark, []).append(index)
+    [(texts, use.equal)] = asked.most_common(1) or [((), 0)]
+    use.equal_prompt = "\n".join(texts)
     if filled:
         name_columns(use, source, env, columns, read, filled, of_hooks, of_messages)
     return use
@@ -192,7 +204,8 @@ def lost_columns(
     names = []
     for name, value in dict.items(row):
         is_prompt = name in PROMPT_COLUMNS
-        is_named = OTHER_PROMPTS.search(name) or INSTRUCTIONS.search(name) or name in MEDIA
+        patterns = (OTHER_PROMPTS, INSTRUCTIONS, CHOICES)
+        is_named = name in MEDIA or any(pattern.search(name) for pattern in patterns)
         is_named = is_named and not ABOUT.search(name)
         if name in used or not (is_prompt or is_named or TOOLS.search(name)):
             continue
@@ -248,7 +261,7 @@ def fix_of(name: str, use: ColumnUse) -> str:
         return fix if prompts else f"it is read where {' and '.join(PAIR)} are replies alone"
     if TOOLS.search(name):
         return f"--data.columns tools={name} reads it"
-    if name in use.nested and prompts:
+    if (name in use.nested or CHOICES.search(name)) and prompts:
         return f"write its texts into column {prompts[0]!r}"
     if system:
         return f"add its text to column {system[0]!r}"

@@ -12,6 +12,7 @@ from rl_core.data.column_names import MISSING, nested_names, nested_value
 from rl_core.data.images import MARK, has_image, holds_image, holds_pixels
 from rl_core.data.messages import TRAIN_KEYS, text_of
 from rl_core.data.rendering import PROBE
+from rl_core.data.rows import is_trajectory
 from rl_core.data.tasks import CONVERSATIONS, LEFT_OUT, PROMPT_COLUMNS, row_tools, row_variables
 from rl_core.data.thoughts import MARKS
 from rl_core.types import JSON, Message, Row
@@ -22,18 +23,13 @@ MIN_REPLY_CHARS = 20  # A shorter text may be at the end of a prompt by chance.
 BETWEEN_MARKS = re.compile(r"(?<=[>\]])(?=[<\[])")
 # Columns that say whether a reply is good.
 GOOD = re.compile(
-    "^((is|was)_)?(correct|resolved|solved|passed|success|successful|verified|accepted)$|"
-    "^(label|target)$|_(is_)?correct$|_passed$",
+    "^((is|was)_)?(correct|resolved|solved|passed|success|successful|verified|accepted|safe)$|"
+    "^(label|target|reward|score)$|_(is_)?correct$|_passed$",
     re.I,
 )
 TOOLS = re.compile(r"(^|\.)(tools|functions)$")
 TEXT_CALL = re.compile(r'<tool_call>\s*\{\s*"name":\s*"([^"]+)"')
-# Columns of the scores of the two replies of a pair.
-SCORES = (
-    ("score_chosen", "score_rejected"),
-    ("chosen_score", "rejected_score"),
-    ("chosen_rating", "rejected_rating"),
-)
+SCORE = re.compile("score|rating|reward", re.I)
 # Columns about others, such as context_id.
 ABOUT = re.compile("_(ids?|id_list|type|source|num|len|length)$", re.I)
 
@@ -124,18 +120,22 @@ def image_remarks(
 
 def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:
     """Remarks on columns that mark a reply as bad."""
+    # Rewards of episodes are chosen by --data.min_reward.
+    is_trained = config.algorithm == "sft" and not is_trajectory(row)
     names = [name for name in row if GOOD.search(name) or name in TRAIN_KEYS]
-    for name in names if config.algorithm == "sft" else ():
+    for name in names if is_trained else ():
         value = dict.get(row, name)
         is_number = isinstance(value, (int, float)) and name not in ("label", "target")
         if str(value).lower() == "false" or (is_number and value == 0):
             yield (
-                f"column {name!r} is false, which marks a bad reply, and SFT trains it; write a "
-                f"file without such rows: load_dataset(...).filter(lambda row: row[{name!r}])"
+                f"column {name!r} is false or 0, which marks a bad reply, and SFT trains it; write "
+                f"a file without such rows: load_dataset(...).filter(lambda row: row[{name!r}])"
                 ".to_json(...)"
             )
-    for names in SCORES if not config.is_rl else ():
-        chosen, rejected = (dict.get(row, name) for name in names)
+    scores = [name for name in row if "chosen" in name and SCORE.search(name)]
+    for name in scores if not config.is_rl else ():
+        names = name, name.replace("chosen", "rejected")
+        chosen, rejected = (dict.get(row, each) for each in names)
         if not isinstance(chosen, (int, float)) or not isinstance(rejected, (int, float)):
             continue
         if chosen < rejected:

@@ -8,12 +8,14 @@ from itertools import islice, product
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat
+from rl_core.data.messages import shorten
 from rl_core.data.rows import row_place
 from rl_core.data.tasks import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
 from rl_core.sampling.env import Env
 from rl_core.tasks.column_use import column_use, fix_of
 
 NUM_ROWS = 200  # The first rows of each source are checked.
+MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
 NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
 
 
@@ -109,6 +111,11 @@ def column_warnings(
                     f"column {column!r}, which {num} {among} have, is not read: prompts are made "
                     f"of {', '.join(use.prompt)}; {fix_of(column, use)}"
                 )
+        if use.equal >= MIN_EQUAL and 2 * use.equal > use.num_rows and is_new(source, "equal"):
+            yield (
+                f"{use.equal} {among} have the same prompt, {shorten(use.equal_prompt)}; "
+                "--data.columns prompt=NAME reads another column"
+            )
         if others := [repr(column) for column in use.long if is_new(source, column)]:
             yield (
                 f"nothing reads the long texts or lists in {', '.join(others)} {among}; "

@@ -335,12 +335,16 @@ REMARKED = {
     "target": ("sft", {"messages": TALK, "target": False}, "column 'target' is false"),
     "target, a number": ("sft", {"messages": TALK, "target": 0}, ""),
     "weight": ("sft", ASKED | {"response": "5", "weight": 0.0}, "column 'weight' is false"),
+    "is_safe": ("sft", ASKED | {"response": "5", "is_safe": False}, "column 'is_safe' is false"),
+    "score": ("sft", {"messages": TALK, "score": 0.0}, "column 'score' is false or 0"),
     "resolved, RL": ("grpo", ASKED | {"resolved": False}, ""),
     "kto, good": ("sft", ASKED | {"completion": "It is 4.", "label": True}, ""),
     "kto, prompts": ("grpo", ASKED | {"label": False}, ""),
     "scores": ("dpo", PREFERRED | {"score_chosen": 2, "score_rejected": 8.5}, "'score_chosen' is"),
     "ratings": ("rm", PREFERRED | {"chosen_rating": 2, "rejected_rating": 3}, "'chosen_rating' is"),
     "scores, other": ("rm", PREFERRED | {"chosen_score": 2, "rejected_score": 3}, "'chosen_score'"),
+    "scores, a hyphen": (
+        "dpo", PREFERRED | {"chosen-rating": 2.0, "rejected-rating": 4.0}, "'chosen-rating' is"),
     "equal scores": ("dpo", PREFERRED | {"chosen_score": 3, "rejected_score": 3}, ""),
 }  # fmt: skip
 
@@ -350,6 +354,7 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
     algorithm, row, remark = REMARKED[name]
     config = Config(algorithm=algorithm, tasks_per_step=1)
     marks = ("label", "chosen_rating", "is_correct", "resolved", "target", "weight")
+    marks += ("chosen-rating", "is_safe", "score")
     good = {key: value for key, value in row.items() if key not in marks}
     good |= {key: 9 for key in ("score_chosen", "chosen_score") if key in row}
     source = source_of([good, row, row], is_pairs=algorithm in PAIRS)
@@ -419,6 +424,24 @@ def test_what_nothing_reads_is_named_once_whatever_its_name(algorithm, row, name
     assert [named in line for line in lines] == [True] * bool(named), lines
 
 
+@pytest.mark.parametrize(
+    "algorithm, prompts, is_said",
+    [
+        ("sft", ["-"] * 10, True),
+        ("dpo", ["import re"] * 12 + ["2+2?"] * 11, True),
+        ("sft", ["-"] * 10 + ["2+2?"] * 10, False),
+        ("sft", ["-"] * 9, False),
+        ("grpo", ["Play."] * 20, False),
+    ],
+)
+def test_rows_with_one_prompt_are_said(algorithm, prompts, is_said, env):
+    config = Config(algorithm=algorithm, tasks_per_step=1)
+    source = source_of([{"prompt": prompt, "response": "b"} | PAIR for prompt in prompts])
+    lines = [line for line in warnings_of(config, env, source) if "have the same prompt" in line]
+    wanted = f"of the first {len(prompts)} rows of env have the same prompt, {prompts[0]!r}; "
+    assert [wanted in line for line in lines] == [True] * is_said, lines
+
+
 @pytest.mark.parametrize("parameter", ["task", "**columns"])
 def test_columns_of_a_hook_that_gets_all_of_a_row_are_not_named(parameter, tmp_path):
     (tmp_path / "env.py").write_text(f"def reward_fn(completion, {parameter}): return 1.0")
@@ -447,6 +470,9 @@ def test_columns_of_a_hook_that_gets_all_of_a_row_are_not_named(parameter, tmp_p
         ("grpo", ASKED | {"hint": "Add."}, "add its text to column 'system'"),
         ("grpo", ASKED | {"table": [["a", "b"]]}, "write its texts into column 'question'"),
         ("sft", ASKED | {"premise": "It rains.", "response": "It is 4."}, "column 'premise'"),
+        ("grpo", ASKED | {"A": "three"}, "write its texts into column 'question'"),
+        ("grpo", ASKED | {"Incorrect Answer 1": "9"}, "write its texts into column 'question'"),
+        ("grpo", ASKED | {"option1": "9"}, "write its texts into column 'question'"),
         ("grpo", ASKED | {"videos": ["a.mp4"]}, "models are trained on text and images"),
         ("grpo", ASKED | {"audios": {"array": [0]}}, "models are trained on text and images"),
         ("dpo", PREFERRED | {"prompt": "3?"}, "it is read where chosen and rejected are replies"),
