@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -90,6 +92,7 @@ class Trainer:
         for plugin in self.plugins:
             plugin.load(state)
         self.data_state = self.read_data_state()
+        self.count_steps()
 
     @property
     def speakers(self) -> dict[str, Speaker]:
@@ -149,6 +152,7 @@ class Trainer:
             self.step += 1
             await self.resume()
         self.data_state = self.read_data_state()
+        self.count_steps()
         await self.call("before_log", self.step)
         return self.log_metrics()
 
@@ -156,10 +160,9 @@ class Trainer:
         """This rank's training samples of the step, by trained actor."""
         plan, step = self.plan, self.step
         if plan.sft_dataset:
-            first = self.position
-            self.position += self.config.tasks_per_step
+            drawn = self.draw_positions(self.config.tasks_per_step)
+            positions = drawn[self.ranks.rank :: self.ranks.size]
             assert plan.train is not None
-            positions = range(first + self.ranks.rank, self.position, self.ranks.size)
             return {self.config.trained[0]: plan.sft_dataset.samples_at(plan.train, positions)}
         # WeightRecovery resends weights to engines that lost them; Canary samples fixed prompts.
         await self.call("before_rollout", step)
@@ -178,18 +181,36 @@ class Trainer:
         first = self.step if self.step == self.first_step else self.step + ahead
         last = min(self.step + ahead + 1, self.config.num_steps)
         self.worker.submit(self.draw_groups(every * max(0, last - first)))
-        groups = await self.worker.collect(every, self.step - ahead)
+        groups = await self.collect(every)
         for refill in self.hooks("refill"):
             groups += await refill(groups)
         return groups
+
+    async def collect(self, num_groups: int) -> list[Group]:
+        """This rank's share of the `num_groups` oldest groups, or of all where fewer are left."""
+        num_groups = min(num_groups, len(self.worker.pending))
+        return await self.worker.collect(num_groups, self.step - self.config.max_staleness)
+
+    def draw_positions(self, num: int) -> range:
+        """The next `num` positions in the data, or fewer at the end of --num_epochs."""
+        first, most = self.position, self.plan.num_tasks
+        self.position += num if most is None else max(0, min(num, most - first))
+        return range(first, self.position)
+
+    def count_steps(self) -> None:
+        """Sets num_steps to the step in which --num_epochs end: dynamic sampling draws more tasks
+        than a step has."""
+        if self.plan.num_tasks is not None:
+            left = self.plan.num_tasks - self.position + len(self.data_state["pending"])
+            more = math.ceil(max(0, left) / self.config.tasks_per_step)
+            self.config = replace(self.config, num_steps=self.step + more)
 
     def draw_groups(self, num_groups: int) -> list[Group]:
         """Groups of the next training tasks. Tasks that an interrupted run left come first."""
         left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
         assert self.plan.train is not None
-        first, groups = self.position, []
-        self.position += num_groups - len(left)
-        for position in (*left, *range(first, self.position)):
+        groups = []
+        for position in (*left, *self.draw_positions(num_groups - len(left))):
             groups.append(self.make_group(position, self.plan.train.task(position)))
         return groups
 

@@ -29,7 +29,7 @@ class Environment:
 
     `source`: its file, its module, a function that is its reward_fn, or a list of functions whose
     rewards are summed. `name`: in metrics, by default that of the file. `data`, `eval_data`: rows
-    instead of load_tasks(). `weight`: share of a step's tasks; 0: it is only evaluated.
+    instead of load_tasks(). `weight`: --envs.NAME.weight.
     `max_tokens`, `max_turns`: limits below those of the run.
     """
 
@@ -37,7 +37,7 @@ class Environment:
     name: str = ""
     data: Rows | None = None
     eval_data: Rows | None = None
-    weight: float = 1.0
+    weight: float | None = None
     max_tokens: int | None = None
     max_turns: int | None = None
 

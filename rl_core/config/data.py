@@ -9,7 +9,9 @@ from rl_core.flags import AtLeast1, NotNegative, flag
 
 @dataclass(kw_only=True)
 class EnvConfig(Section, prefix="envs.NAME."):
-    weight: NotNegative = flag(1.0, "its share of a step's tasks; 0: it is only evaluated")
+    weight: NotNegative | None = flag(
+        None, "its share of tasks; 0: only evaluated; default: 1, with --num_epochs its rows"
+    )
     train: str | None = flag(None, "its training rows; default: its load_tasks")
     eval: str | None = flag(None, "its held-out rows, several sets too; default: its load_tasks")
     max_tokens: AtLeast1 | None = flag(None, "max new tokens of a turn here; default: --max_tokens")
@@ -17,6 +19,10 @@ class EnvConfig(Section, prefix="envs.NAME."):
         None, "turns of an episode here; default: the file's max_turns, 1 or 8"
     )
     teacher: str | None = flag(None, "its own --algo.teacher; none: nobody teaches here")
+
+    @property
+    def is_trained_in(self) -> bool:
+        return self.weight != 0
 
 
 NO_ENV = EnvConfig()  # An environment without separate flags.
@@ -51,7 +57,7 @@ OF_ENVIRONMENTS = [
         "--env_path={c.env_path}: two files have one name; rename one",
     ),
     (
-        lambda c: not any(c.env(name).weight for name in c.env_paths),
+        lambda c: not any(c.env(name).is_trained_in for name in c.env_paths),
         "every environment has --envs.NAME.weight 0, so that none is trained in; raise one",
     ),
     (

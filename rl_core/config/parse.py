@@ -91,7 +91,7 @@ def read_config(argv: list[str]) -> Config:
                 value = {key: value}
             flags.append(value)
             for layer in files:
-                forget_model(layer, name)
+                forget_replaced(layer, name)
     check_names(flags)
     return from_sections(*files, *flags)
 
@@ -108,13 +108,16 @@ def check_names(flags: list[JSONObject]) -> None:
         raise ValueError("; ".join(errors))
 
 
-def forget_model(layer: JSONObject, flag: str) -> None:
-    """Removes the policy's model from a file's sections if a flag names the model anew."""
+def forget_replaced(layer: JSONObject, flag: str) -> None:
+    """Removes from a file's sections what another name of the same setting replaces: the policy's
+    model, and the length of the run."""
     policy = (layer.get("actors") or {}).get("policy") or {}
     if flag == "model":
         policy.pop("model", None)
     elif flag == "actors.policy.model":
         layer.pop("model", None)
+    elif flag == "num_steps":
+        layer.pop("num_epochs", None)
 
 
 # Names of flags in files of older versions -> the flags.

@@ -318,7 +318,7 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
     frozen = [name for name in config.actors if name not in config.trained]
     for env in envs.values():
         check_actors(env, [*config.trained, *frozen])
-    trained_in = [env for name, env in envs.items() if config.env(name).weight]
+    trained_in = [env for name, env in envs.items() if config.env(name).is_trained_in]
     heard = [speakers(env, list(config.actors)) for env in trained_in]
     for name in config.trained:
         is_heard = any(names is None or name in names for names in heard)

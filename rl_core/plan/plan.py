@@ -57,6 +57,7 @@ class Plan:
     # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
     rank_groups: list[RankGroup] = field(default_factory=list)
     train: Tasks | None = None
+    num_tasks: int | None = None  # Length of --num_epochs.
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
     chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.
@@ -68,6 +69,12 @@ class Plan:
     def algorithm(self) -> Algorithm:
         """The algorithm of the first trained actor."""
         return next(iter(self.algorithms.values()))
+
+    @property
+    def may_end_early(self) -> bool:
+        """True if dynamic sampling may draw the rows of --num_epochs in fewer steps."""
+        is_dynamic = any(a.dynamic_sampling_rounds for a in self.algorithms.values())
+        return is_dynamic and self.num_tasks is not None
 
     @property
     def local_algorithms(self) -> dict[str, Algorithm]:
@@ -113,8 +120,9 @@ def make_plan(
     if has_task_weight(config, envs):
         draw_by_weight(envs, plan.train)
     if config.num_epochs:
-        num_steps = math.ceil(config.num_epochs * len(plan.train) / config.tasks_per_step)
-        plan.config = replace(config, num_steps=num_steps, num_epochs=None)
+        plan.num_tasks = max(1, round(config.num_epochs * len(plan.train)))
+        num_steps = math.ceil(plan.num_tasks / config.tasks_per_step)
+        plan.config = replace(config, num_steps=num_steps)
     if config.resume:
         check_resumed(plan.config)
     return plan

@@ -20,8 +20,9 @@ class Refill(Plugin):
         while missing and rounds < max_rounds:
             rounds += 1
             trainer.worker.submit(trainer.draw_groups(missing))
-            oldest = trainer.step - trainer.config.max_staleness
-            more += await trainer.worker.collect(missing, oldest)
+            if not trainer.worker.pending:
+                break  # No rows are left of --num_epochs.
+            more += await trainer.collect(missing)
             missing = self.num_missing([*groups, *more])
         counts = {"dynamic_sampling_rounds": Mean(rounds), "groups_missing": Mean(missing)}
         trainer.add_metrics("rollout/", {**counts})

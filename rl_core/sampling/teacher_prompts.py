@@ -31,7 +31,7 @@ Limits = Mapping[tuple[str, str], tuple[int, str]]
 def check_taught(config: Config, name: str, envs: dict[str, Env]) -> None:
     """Raises ValueError if a self-taught actor plays in an environment without teacher_prompt()."""
     for env in config.self_taught:
-        if env in envs and config.env(env).weight and HOOK not in envs[env].hooks:
+        if env in envs and config.env(env).is_trained_in and HOOK not in envs[env].hooks:
             raise ValueError(
                 f"{envs[env].path}: --algo.teacher self needs def {HOOK}(task, trajectory), which "
                 f"returns the prompt of {name}'s teacher; define it"

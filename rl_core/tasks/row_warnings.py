@@ -34,12 +34,14 @@ def data_warnings(
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
             f"there are {len(train)} training rows"
         )
+    if config.num_epochs:
+        yield from epoch_warnings(config.num_epochs, train, envs or {})
     trained = {source.env for source in train.sources}
     evaluated = {source.env for source in evals.values()}
     for name in config.env_paths if algorithm.is_rl else ():
         if name not in trained | evaluated:
             yield f"{name} is never played, as it has held-out rows alone: give --eval_every"
-        elif name not in trained and config.env(name).weight:
+        elif name not in trained and config.env(name).is_trained_in:
             yield f"{name} has no training rows: it is evaluated and not trained"
     train_rows: dict[str, set[int]] = {}  # Hashes of rows by environment.
     for other in train.sources:
@@ -55,6 +57,25 @@ def data_warnings(
             )
     sources = [*train.sources, *evals.values()]
     yield from row_warnings(config, sources, spelled, envs or {}, chats or {})
+
+
+def epoch_warnings(num_epochs: float, train: Tasks, envs: Mapping[str, Env]) -> Iterator[str]:
+    """A warning for weights by which rows are drawn more or less often than --num_epochs."""
+    num_drawn = train.drawn_before(round(num_epochs * len(train)))
+    often, is_uneven = [], False
+    for source, num in zip(train.sources, num_drawn, strict=True):
+        often.append(f"of {source.env} {num / len(source):.3g} times")
+        is_uneven |= abs(num - num_epochs * len(source)) >= 1
+        if source.env in envs and "task_weight" in envs[source.env].hooks:
+            yield (
+                f"--num_epochs {num_epochs:g} draws {num} tasks of the {len(source)} rows of "
+                f"{source.env} by task_weight(): some rows more often than others"
+            )
+    if is_uneven:
+        yield (
+            f"--num_epochs {num_epochs:g} with --envs.NAME.weight draws a row {', '.join(often)}; "
+            f"without weights each is drawn {num_epochs:g} times"
+        )
 
 
 def row_warnings(

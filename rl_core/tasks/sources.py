@@ -35,7 +35,7 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
     names = list(envs or ["data"])
     for name in names:
         section = config.env(name)
-        if not section.weight:
+        if not section.is_trained_in:
             continue
         path = section.train or config.data.train
         if config.data.streaming:
@@ -55,7 +55,11 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
             f"--env_path {config.env_path}: no environment has training rows; add rows to one "
             "with --envs.NAME.train, or with load_tasks('train') in its file"
         )
-    return sources[0] if len(sources) == 1 else TaskMix(sources, weights)
+    if len(sources) == 1:
+        return sources[0]
+    is_by_rows = config.num_epochs and weights == [None] * len(weights)
+    shares = None if is_by_rows else [1.0 if weight is None else weight for weight in weights]
+    return TaskMix(sources, shares)
 
 
 def without_rows(env: Env | None) -> str:

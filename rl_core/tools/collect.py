@@ -67,7 +67,9 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     out = config.folder
     config, envs = load_envs(config)
     check_boxes(envs)
-    source = train_tasks(config, envs)
+    # Each row once, of several environments too.
+    one_epoch = replace(config, num_epochs=None if config.data.streaming else 1.0)
+    source = train_tasks(one_epoch, envs)
     config, names = with_model(config, model)
     size = config.tasks_per_step
     num_files = -(-(num_tasks or len(source)) // size)

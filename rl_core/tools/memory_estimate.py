@@ -294,6 +294,7 @@ def facts(plan: Plan) -> JSONObject:
             "bytes_on_one_rank": rounded(table),
         }
     assert plan.train is not None
+    num_tasks = plan.num_tasks or config.num_steps * config.tasks_per_step
     num_rows, left = 0, ""
     if not config.data.streaming:
         num_rows, left = len(plan.train), left_out(config, plan.train.sources)
@@ -316,8 +317,9 @@ def facts(plan: Plan) -> JSONObject:
         "left_out": {"train": left, "eval": left_out(config, plan.eval.values())},
         "columns": columns,
         "num_steps": config.num_steps,
+        "may_end_early": plan.may_end_early,
         "tasks_per_step": config.tasks_per_step,
-        "epochs": config.num_steps * config.tasks_per_step / num_rows if num_rows else 0.0,
+        "epochs": num_tasks / num_rows if num_rows else 0.0,
         "ranks": {"all": num_ranks} | asdict(plan.mesh),
         "engine": config.engine if config.is_rl else None,
         "dtype": str(compute_dtype(config)).removeprefix("torch."),

@@ -55,7 +55,7 @@ def on_gpu(config: Config) -> Config:
 HEAD = """\
 data             {train_rows} rows to train on{left_out[train]}, {eval_rows} held out{left_out[eval]}
 columns          {column_lines}
-steps            {num_steps} of {tasks_per_step} rows: {epochs:.3g} epochs
+steps            {at_most}{num_steps} of {tasks_per_step} rows: {epochs:.3g} epochs
 ranks            {all_ranks}: {sizes}
 tokens per step  at most {tokens}: {samples_per_step} {samples} of at most \
 {max_tokens_of_a_sample} tokens
@@ -68,6 +68,7 @@ def describe(report: JSONObject) -> str:
     lines = [
         HEAD.format(
             **report | {"engine": f"{report['engine']} engine, " if report["engine"] else ""},
+            at_most="at most " if report["may_end_early"] else "",
             all_ranks=report["ranks"]["all"],
             sizes=", ".join(sizes),
             column_lines=describe_columns(report["columns"]),

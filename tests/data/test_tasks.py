@@ -17,6 +17,7 @@ from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.rows import row_place
 from rl_core.data.tables import JsonLines, load_other
 from rl_core.data.tasks import CONTEXT_COLUMNS, RowOrder, TaskSource, make_task, shown_columns
+from rl_core.tasks.row_warnings import epoch_warnings
 from rl_core.tasks.task_mix import TaskMix
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
@@ -580,6 +581,21 @@ def test_a_source_without_some_rows_keeps_the_ids_of_the_others():
     for split, kind in (("train", "train"), ("eval/aime", "eval")):
         with pytest.raises(ValueError, match=f"{split} data set has no row; .*--data.{kind} or"):
             TaskSource([], env="e", split=split, seed=0, shuffle=True)
+
+
+def test_epochs_of_a_mix_draw_each_row_as_often_or_say_how_often():
+    def source(name, num_rows):
+        rows = [{"prompt": f"{name}{i}"} for i in range(num_rows)]
+        return TaskSource(rows, env=name, split="train", seed=0, shuffle=True)
+
+    sources = [source("x", 12), source("y", 4)]
+    mix = TaskMix(sources, None)
+    for epoch in range(3):
+        drawn = [mix.task(position) for position in range(16 * epoch, 16 * epoch + 16)]
+        assert len({(t.env, t.id) for t in drawn}) == 16
+    assert not [*epoch_warnings(1.0, mix, {})]
+    [line] = epoch_warnings(1.0, TaskMix(sources, [1.0, 1.0]), {})
+    assert "draws a row of x 0.667 times, of y 2 times; without weights each is drawn 1 t" in line
 
 
 def test_tasks_of_a_mix_are_the_same_from_any_position_on():

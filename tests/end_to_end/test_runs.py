@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from kit import ROOT, STOP, metrics, run, steps, trajectories, wait_until, weigh
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl_core.config import read_config
 from rl_core.tools.cli import main as command
 from rl_core.train import main
 
@@ -487,6 +490,70 @@ def test_held_out_sets_of_sft_rows(places, tmp_path):
         (row["eval/a/loss"], row["eval/b/loss"]) for row in metrics(out) if "eval/a/loss" in row
     ]
     assert len(steps(out)) == 3 and len(losses) == 2 and all(a != b for a, b in losses)
+
+
+HALF = """
+def load_tasks(split): return [{"prompt": str(n), "n": n} for n in range(13 if split == "train" else 1)]
+async def reward_fn(completion, n): return (n % 2) * sum(map(ord, completion)) / 1000
+"""
+TWO_ENVS = "--env_path {tmp}/half.py,{dir}/letters.py"
+EPOCHS = {
+    "dynamic sampling": ("--algorithm dapo --env_path {tmp}/half.py", 1, 13),
+    "stale dynamic sampling": (
+        "--algorithm dapo --max_staleness 1 --env_path {tmp}/half.py",
+        2,
+        26,
+    ),
+    "environments": (TWO_ENVS, 1, 13 + 8),
+    "dynamic environments": (f"--algorithm dapo {TWO_ENVS}", 2, 2 * (13 + 8)),
+}
+
+
+@pytest.mark.parametrize(
+    "case, ranks", [*((case, 1) for case in EPOCHS), ("dynamic environments", 2)]
+)
+def test_a_run_of_epochs_draws_each_row_as_often_and_resumes(case, ranks, places, tmp_path):
+    flags, num_epochs, num_drawn = EPOCHS[case]
+    (tmp_path / "half.py").write_text(HALF)
+    flags = words(
+        f"--model {{model}} {flags} --max_tokens 6 --max_prompt_tokens 24 --tasks_per_step 4".format(
+            tmp=tmp_path, **places
+        ),
+        f"--group_size 2 --optim.lr 1e-2 --num_epochs {num_epochs} --eval_every 99",
+        "--eval.samples 0 --save_every 1 --keep_checkpoints 0",
+    )
+    out = run(tmp_path / "run", flags, ranks=ranks)
+    groups = set()
+    for file in out.glob("rollouts/step_*"):
+        groups |= {(t["env"], t["task_id"], t["group_id"]) for t in trajectories(file)}
+    draws = Counter((env, task) for env, task, _ in groups)
+    assert set(draws.values()) == {num_epochs} and draws.total() == num_drawn
+    last = max(row["step"] for row in metrics(out))
+    assert "eval/half/greedy_score" in metrics(out)[-1] and metrics(out)[-1]["step"] == last
+    assert (out / f"checkpoints/step_{last:06d}").is_dir()
+    if "stale" in case or ranks > 1:
+        return
+    parts = shutil.copytree(out, tmp_path / "parts")
+    for checkpoint in sorted(parts.glob("checkpoints/*"))[1:]:
+        shutil.rmtree(checkpoint)
+    for folder in (parts, out):  # The second has nothing left to do.
+        run(folder, flags, "--resume")
+    assert lasting(metrics(parts)) == lasting(metrics(out))
+    assert_same_weights(parts, out)
+
+
+def test_the_last_step_of_epochs_may_have_fewer_rows_than_ranks(places, tmp_path):
+    flags = words(SFT.format(**places), "--num_epochs 2.0625 --tasks_per_step 8")
+    out = run(tmp_path / "run", flags, ranks=2)
+    assert len(steps(out)) == 5  # 2.0625 * 16 rows are 33: 4 steps of 8, and one of 1.
+
+
+def test_num_steps_replaces_the_epochs_of_a_file(places, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("num_epochs: 3\n")
+    flags = words("--config", file, SFT.format(**places))
+    assert read_config(flags).num_epochs == 3
+    assert read_config([*flags, "--num_steps", "5"]).num_epochs is None
 
 
 ODD_ROWS = {

@@ -128,7 +128,8 @@ def loaded(trainer: RunState) -> str:
     if plan.eval:
         held_out = plan.eval.values()
         work += f", {sum(map(len, held_out)):,} held out{left_out(config, held_out)}"
-    work += f"; {config.num_steps:,} steps of {config.tasks_per_step:,} "
+    work += "; at most " if trainer.plan.may_end_early else "; "
+    work += f"{config.num_steps:,} steps of {config.tasks_per_step:,} "
     work += f"tasks x {config.group_size:,} episodes" if config.is_rl else "rows"
     start = f"begins at step 0, in {trainer.out}"
     if trainer.checkpoint:

@@ -29,7 +29,7 @@ ENTRIES = re.compile(
     r"(.+\.)?chat_template_kwargs\..+|data\.columns\..+|eval\.sampling\..+"
     rf"|actors\.[^.]+\.({'|'.join(OWN_SECTIONS)})\..+"
 )
-MAY_DIFFER = ("resume", "out", "num_steps")
+MAY_DIFFER = ("resume", "out", "num_steps", "num_epochs")
 
 
 class RunFiles(Plugin):
