@@ -155,7 +155,8 @@ def make_policy(
     # The forward pass is made before the weights are read.
     forward_pass = make_forward(attention, ranks)
     learner, adapters = learner or LearnerConfig(), adapters or {}
-    checkpoint_dtype = load_model_config(path).dtype or torch.float32
+    config = load_model_config(path)
+    checkpoint_dtype = config.dtype or config.get_text_config().dtype or torch.float32
     assert isinstance(checkpoint_dtype, torch.dtype), checkpoint_dtype
     cpu_offload = learner.offload == "always"
     is_split = ranks.mesh.num_shards > 1 or dtype != torch.float32 or cpu_offload

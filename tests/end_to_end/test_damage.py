@@ -66,6 +66,7 @@ DAMAGES = {
     "a shard that is gone": ("policy/*", Path.unlink),
     "an empty state": ("state.json", lambda file: file.write_text("")),
     "no state": ("state.json", Path.unlink),
+    "no manifest": ("manifest.json", Path.unlink),
     "an empty manifest": ("manifest.json", lambda file: file.write_text("")),
     "a garbled manifest": ("manifest.json", lambda file: file.write_bytes(b"\xff\x00{")),
     "a manifest that is a list": ("manifest.json", lambda file: file.write_text("[1]")),

@@ -36,7 +36,7 @@ from rl_core.models.policy import Policy
 from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PretrainedConfig
 
     from rl_core.learning.lagged_copy import WeightSnapshot
 
@@ -224,12 +224,15 @@ def delete_old(folder: Path, keep: int) -> None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. Folders with other names belong to the user."""
-    checkpoints = []
-    for manifest in folder.glob("step_*/manifest.json"):
-        if NAME.fullmatch(manifest.parent.name):
-            checkpoints.append(manifest.parent)
-    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
+    """Checkpoints with a manifest, oldest first."""
+    return [path for path in named_checkpoints(folder) if (path / "manifest.json").exists()]
+
+
+def named_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints, oldest first, and those that lost their manifests: they had one when they were
+    renamed into place. Folders with other names belong to the user."""
+    named = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 # Files that transformers' AutoProcessor reads, except the tokenizer's. chat_template.json, and the
@@ -270,6 +273,7 @@ def export_policy(
     if ranks.rank != 0:
         return
     config = copy.deepcopy(policy.hf.config)
+    set_dtype(config, policy.checkpoint_dtype)
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
     if policy.is_scoring:  # The classifier's forward finds the end of a sequence by this id.
@@ -285,6 +289,14 @@ def export_policy(
         plain.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
         copy_processor_files(base, scratch)
+
+
+def set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Sets the dtype of a configuration and of all that it holds, such as text_config."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (held := getattr(config, name, None)) is not None:
+            set_dtype(held, dtype)
 
 
 def with_ends(

@@ -13,9 +13,9 @@ from torch import Tensor
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.run.saving.checkpoint import (
-    checkpoints_in,
     copied_tensors,
     facts_of,
+    named_checkpoints,
     read_object,
     renewed_copies,
     saved_tensors,
@@ -27,7 +27,8 @@ def newest_intact(folder: Path, ranks: Ranks) -> Path | None:
     """The newest checkpoint whose files are intact; None if there is no checkpoint. Prints the
     damaged ones. Every rank must call it. Raises ValueError if all are damaged."""
     damages = []
-    for name in reversed(all_gather_json([path.name for path in checkpoints_in(folder)], ranks)[0]):
+    names = [path.name for path in named_checkpoints(folder)]
+    for name in reversed(all_gather_json(names, ranks)[0]):
         damage = find_damage(folder / name, ranks)
         if not damage:
             for text in damages:
