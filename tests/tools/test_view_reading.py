@@ -381,3 +381,26 @@ def test_groups_have_a_row_and_a_column_of_advantages(tmp_path, serve, page_of):
     assert all(box["x"] + box["width"] <= 1440 for box in boxes)
     page.get_by_role("button", name="reward", exact=True).click()
     has(page, "#list .group", 0)
+
+
+def test_environments_have_charts_of_their_own_with_a_colour_for_each_curve(
+    tmp_path, serve, page_of
+):
+    means = [f"rollout/policy/{env}reward_mean" for env in ("", "a/", "b/")]
+    names = [*means, *(f"eval/{env}/{name}" for env in "ab" for name in ("avg@4", "pass@4"))]
+    for seed in (0, 1):
+        (tmp_path / f"r{seed}").mkdir()
+        (tmp_path / f"r{seed}/config.yaml").write_text(yaml.safe_dump({"seed": seed}))
+        rows = [{"step": step} | dict.fromkeys(names, step / 4) for step in (1, 2)]
+        write_metrics(tmp_path / f"r{seed}", rows)
+    page, titles = page_of(serve(tmp_path) + "#curves?seeds=1"), "#curves > .charts .chart h2"
+    charts = ["reward", "reward: a", "reward: b", "evaluation: a", "evaluation: b"]
+    has(page, titles, charts)
+    plot = "document.querySelector('[data-title=\"evaluation: a\"] [role=img]').uplot"
+    series = f"{plot}.series.slice(1).filter((s) => s.class !== 'raw')"
+    curves = page.evaluate(f"{series}.map((s) => [s.label, s.stroke(), s.dash?.join() ?? ''])")
+    assert [label for label, *_ in curves] == [f"{name}@4, mean of 2 seeds" for name in ("avg", "pass")]  # fmt: skip
+    assert curves[0][1] != curves[1][1] and curves[0][2] == curves[1][2] == ""
+    assert page.evaluate(f"{plot}.axes.map((axis) => axis.label)") == ["step", "reward, fraction"]
+    page.get_by_label("environments in one chart").check()
+    has(page, titles, ["reward", "evaluation"])

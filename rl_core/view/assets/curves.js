@@ -201,7 +201,7 @@ function plotOptions(box, curves, steps, how, hidden) {
   const series = curves.flatMap((c) => {
     const stroke = css(hue(c.hue));
     const show = !hidden.includes(c.label);
-    const main = { label: c.label, stroke: c.isBound ? `${stroke}55` : stroke, show, width: c.isBound ? 1 : 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v), class: c.isBound && "raw" };
+    const main = { label: c.label, stroke: c.isBound ? `${stroke}55` : stroke, show, width: c.isBound ? 1 : 2, dash: DASHES[c.dash][0], points, spanGaps: true, value: (u, v) => short(v), class: c.isBound ? "raw" : undefined };
     return how.smooth ? [{ ...main, class: "raw", stroke: `${stroke}44`, width: 1, points: { show: false } }, main] : [main];
   });
   // Without a pointer the legend has each curve's last value.
