@@ -27,7 +27,7 @@ from rl_core.data.tasks import (
     row_variables,
     with_opening,
 )
-from rl_core.data.thoughts import MARKS, open_mark
+from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
 from rl_core.types import Completion, InputImage, Message, Row, TrainingSample, Turn
 
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.
@@ -224,50 +224,64 @@ def said_text(
     that ends it). Raises ValueError if the prompt opens thoughts that the text does not close."""
     message, opening = messages[-1], open_mark(prompt)
     end_id = chat.call_end_token_id if message.get("tool_calls") else chat.end_token_id
+    rendered = rendered_turn(chat, prompt, messages, tools)
+    if opening is not None and MARKS[opening] not in rendered:
+        rendered = closed_thoughts(chat, message, opening, len(messages)) + rendered.lstrip()
+    return split_end(chat, rendered, end_id)
+
+
+def rendered_turn(chat: Chat, prompt: str, messages: list[Message], tools: list | None) -> str:
+    """The last message as the template renders it behind `prompt`, or behind the header of a prompt
+    with thoughts that no message has. Raises ValueError if it is not found, or has thoughts behind
+    those of the prompt."""
     conversation = chat.render(messages, tools, add_generation_prompt=False)
-    rendered = text_after(conversation, prompt, "")
-    if rendered is None and "reasoning_content" in message:
-        rendered = text_behind_generation_prompt(chat, prompt, conversation, messages, tools)
-    if rendered is not None and (opening is None or MARKS[opening] in rendered):
-        return split_end(chat, rendered, end_id)
-    content = text_of(message)
-    if message.get("tool_calls") or not content:
+    if (text := text_after(conversation, prompt, "")) is not None:
+        return text
+    before, (usual, _) = "", generation_prompt(chat)
+    not_found = ValueError(
+        f"message {len(messages)} cannot be trained: the template renders it so that the "
+        f'generation prompt {unmarked(prompt)[-40:]!r} is not before it; give it "train": false, '
+        "or another template with --actors.NAME.chat_template FILE"
+    )
+    usual = THOUGHT_MARK.split(usual)[0].strip()
+    with suppress(ValueError):
+        before = chat.render(messages[:-1], tools, add_generation_prompt=False)
+    if before and prompt.startswith(before) and conversation.startswith(before):
+        prompt, conversation = prompt[len(before) :], conversation[len(before) :]
+    else:
+        # The history is rewritten: the message begins behind the last header before the text that
+        # changes with it.
+        other = [*messages[:-1], {"role": "assistant", "content": PROBE}]
+        seen = shared_length(conversation, chat.render(other, tools, add_generation_prompt=False))
+        start = conversation[:seen].rfind(usual) if usual in prompt else -1
+        prompt, conversation = prompt[prompt.rfind(usual) :], conversation[start:]
+        if start < 0 or not usual:
+            raise not_found
+        if (text := text_after(conversation, prompt, "")) is not None:
+            return text
+    header = THOUGHT_MARK.split(prompt)[0]
+    text = text_after(conversation, header, "")
+    if text is None or header == prompt or (usual and text.lstrip().startswith(usual)):
+        raise not_found
+    if open_mark(prompt) is None and leading_thoughts(text):
         raise ValueError(
-            f"message {len(messages)} cannot be trained: the template renders it so that the "
-            f"generation prompt {unmarked(prompt)[-40:]!r} is not before it; give its text as "
-            '"content", or "train": false'
+            f"message {len(messages)} has thoughts, and the generation prompt ends in empty ones, "
+            f"{unmarked(prompt)[-40:]!r}: remove the message's thoughts, or set the template's "
+            'variable for thoughts, such as "chat_template_kwargs": {"enable_thinking": true}'
         )
-    if opening is not None:
-        content = closed_thoughts(message, content, opening, len(messages))
-    return chat.marked(content), end_id
+    return text
 
 
-def text_behind_generation_prompt(
-    chat: Chat, prompt: str, conversation: str, messages: list[Message], tools: list | None
-) -> str | None:
-    """The last message's text in the rendered `conversation`, for a template that rewrites the
-    history in `prompt`: the text behind the generation prompt before the message's thoughts. None
-    if that generation prompt is absent."""
-    header, _ = generation_prompt(chat)
-    if not header or header not in prompt:
-        return None
-    last = messages[-1] | {"reasoning_content": PROBE}
-    other = chat.render([*messages[:-1], last], tools, add_generation_prompt=False)
-    opening = prompt[prompt.rfind(header) :]
-    start = conversation[: shared_length(conversation, other)].rfind(opening)
-    return None if start < 0 else conversation[start + len(opening) :]
-
-
-def closed_thoughts(message: Message, content: str, opening: str, number: int) -> str:
-    """The content behind a prompt that ends in the mark `opening`: thoughts, their closing mark,
-    the reply. Raises ValueError if the message has no thoughts."""
-    closing = MARKS[opening]
-    if content.lstrip().startswith(opening):
-        content = content.lstrip().removeprefix(opening).lstrip()
+def closed_thoughts(chat: Chat, message: Message, opening: str, number: int) -> str:
+    """The message's marked thoughts behind a prompt that ends in the mark `opening`, and their
+    closing mark. Raises ValueError if the message has no thoughts."""
+    content, closing = text_of(message), MARKS[opening]
     if closing in content:
-        return content
+        thoughts, _, answer = content.partition(closing)
+        space = answer[: len(answer) - len(answer.lstrip())]
+        return chat.marked(thoughts.lstrip().removeprefix(opening).lstrip()) + closing + space
     if thoughts := message.get("reasoning_content"):
-        return f"{thoughts.strip()}\n{closing}\n\n{content.lstrip()}"
+        return f"{chat.marked(thoughts.strip())}\n{closing}\n\n"
     raise ValueError(
         f"message {number} has no thoughts, but the generation prompt ends in {opening!r}, which "
         f'the chat template does not close: give the message thoughts by "reasoning_content", or '

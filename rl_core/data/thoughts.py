@@ -13,6 +13,7 @@ MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
     "◁think▷": "◁/think▷",  # Kimi
     "<|begin_of_thought|>": "<|end_of_thought|>",
 }
+THOUGHT_MARK = re.compile("|".join(re.escape(mark) for pair in MARKS.items() for mark in pair))
 # gpt-oss writes thoughts as messages of the analysis channel; a recipient may precede its name.
 ANALYSIS = (
     r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).){0,200}<\|message\|>.*?"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from rl_core.data.chat import Chat, text_after, unmarked, without_prefix
-from rl_core.data.sft_samples import said_text, shared_length, split_end
+from rl_core.data.sft_samples import rendered_turn, said_text, shared_length, split_end
 from rl_core.data.thoughts import THOUGHTS, leading_thoughts
 from rl_core.types import JSON, Completion, JSONObject, Message
 
@@ -336,8 +336,12 @@ class ToolCalls:
         call = {"name": name, "arguments": sample_arguments(function)}
         calls = [{"id": "call00000", "type": "function", "function": call}]
         messages = [*user, {"role": "assistant", "content": "", "tool_calls": calls}]
-        rendered = chat.render(messages, tools, add_generation_prompt=False)
-        written, _ = split_end(chat, rendered[shared_length(prompt, rendered) :])
+        try:
+            written = rendered_turn(chat, prompt, messages, tools)
+        except ValueError:  # No prompt of this template is the beginning of a conversation.
+            rendered = chat.render(messages, tools, add_generation_prompt=False)
+            written = rendered[shared_length(prompt, rendered) :]
+        written, _ = split_end(chat, written)
         if name not in written:
             return  # The template writes no calls, so the expected format is unknown.
         ids = chat.encode(written)
