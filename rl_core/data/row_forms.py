@@ -230,7 +230,8 @@ def arena_row(row: Row) -> Row:
     for texts in replies:
         turns = zip(asked, texts, strict=True)
         sides.append([m for question, reply in turns for m in exchange(question, reply)])
-    made = ranked(*sides, bool(row["winner_model_b"]) - bool(row["winner_model_a"]))
+    preference = bool(row["winner_model_b"]) - bool(row["winner_model_a"])
+    made = ranked(sides[0], sides[1], preference)
     return made | {"messages": [{"role": "user", "content": asked[0]}]}
 
 
