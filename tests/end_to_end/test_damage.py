@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from kit import answer, make_learner, metrics, of_ranks, run, weights, words
+from safetensors.torch import load_file
 from test_nonfinite import rm_flags, step_with
 from test_runs import RL, assert_same_weights, lasting
 from test_saving import flags_of  # noqa: F401
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from rl_core.run.run_folder import RunLog
-from rl_core.run.saving.checkpoint import checkpoints_in, export_policy, save_checkpoint
+from rl_core.run.saving.checkpoint import checkpoints_in, export_policy, save_checkpoint, set_dtype
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
+from rl_core.tools.tiny_vision_model import VISION_MODELS
 from rl_core.train import main
 from rl_core.types import RunError
 
@@ -219,6 +221,36 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(
     with pytest.raises(RunError, match=rf"policy: {name}\): .*step_000002 is not written"):
         save(2)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def dtypes_in(tree: dict) -> set[str]:
+    dtypes = {tree["dtype"]} if "dtype" in tree else set()
+    return dtypes.union(*(dtypes_in(each) for each in tree.values() if isinstance(each, dict)))
+
+
+@pytest.mark.parametrize("arch", VISION_MODELS)
+def test_every_configuration_in_an_export_has_its_dtype(arch, make_model, tmp_path):
+    config = AutoConfig.from_pretrained(make_model(arch))
+    set_dtype(config, torch.bfloat16)
+    config.save_pretrained(tmp_path)
+    assert dtypes_in(json.loads((tmp_path / "config.json").read_text())) == {"bfloat16"}
+
+
+def test_an_export_of_a_model_that_sees_keeps_its_dtype(make_model, tmp_path):
+    path, copied = make_model("qwen3_vl"), tmp_path / "bf16"
+    shutil.copytree(path, copied)
+    hf = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
+    hf.save_pretrained(copied)
+    held = json.loads((copied / "config.json").read_text())
+    del held["dtype"]  # Some published models name it in text_config alone.
+    (copied / "config.json").write_text(json.dumps(held))
+    learner = make_learner(copied)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    export_policy(learner.policy, tokenizer, tmp_path / "hf", learner.ranks)
+    exported = json.loads((tmp_path / "hf/config.json").read_text())
+    assert dtypes_in(exported) == {"bfloat16"}
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 def test_a_weight_that_the_exports_type_cannot_hold_is_not_exported(tiny_model, tmp_path):

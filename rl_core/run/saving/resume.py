@@ -152,8 +152,8 @@ def check_frozen(folder: Path, wanted: dict[str, Tensor]) -> None:
     for key in dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata:
         if key.startswith("param/") and key not in wanted:
             raise ValueError(
-                f"{folder}: {key} was trained, and is frozen here; give the --learner.train of the "
-                "checkpoint"
+                f"{folder}: {key} was trained, and is frozen here; give the --learner.train and "
+                "--actors.NAME.lora.* of the checkpoint"
             )
 
 

@@ -15,10 +15,20 @@ import yaml
 import zstandard
 
 from rl_core.algorithms import PRESETS
-from rl_core.config import MAX_TOP_K, OWN_SECTIONS, STARTED, Config, flat, to_yaml, with_new_names
+from rl_core.config import (
+    MAX_TOP_K,
+    OWN_SECTIONS,
+    STARTED,
+    Config,
+    flat,
+    from_sections,
+    to_yaml,
+    with_new_names,
+)
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import TOKENIZERS, write_whole
+from rl_core.errors import split
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.tasks.row_warnings import data_warnings
@@ -131,14 +141,16 @@ def without_largest_top_k(config: Config) -> Config:
 
 def check_resumed(config: Config) -> None:
     """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints belong
-    to an algorithm with other data or another critic, or have more steps than --num_steps."""
+    to an algorithm with other data or another critic or to other trained parameters, or have more
+    steps than --num_steps."""
     from rl_core.run.saving.checkpoint import checkpoints_in
 
     out = config.folder
     checkpoints = checkpoints_in(out / "checkpoints")
     if not checkpoints or not (out / "config.yaml").is_file():
         return
-    before = read_config(out / "config.yaml").get("algorithm", Config.algorithm)
+    flags = read_config(out / "config.yaml")
+    before = flags.get("algorithm", Config.algorithm)
     kinds = []
     for name in (before, config.algorithm):
         preset = PRESETS[name]
@@ -149,12 +161,39 @@ def check_resumed(config: Config) -> None:
             f"not fit; leave out --resume and give --model {out}/hf/{config.trained[0]} with a new "
             f"--out, or resume with --algorithm {before}"
         )
+    known, settings = settings_of_parameters(from_sections(flags)), settings_of_parameters(config)
+    for name, value in settings.items():
+        if (was := known.get(name, value)) != value:
+            raise ValueError(
+                f"--{name} {value}: {out} was trained with {was}, and its checkpoints have other "
+                f"parameters; resume with --{name} {was}, or leave out --resume and begin a new "
+                f"--out with --actors.{name.split('.')[1]}.model {out}/hf/{name.split('.')[1]}"
+            )
     done = int(checkpoints[-1].name.removeprefix("step_"))
     if config.num_steps < done:
         raise ValueError(
             f"--num_steps={config.num_steps} is less than the {done} steps that {out} has done; "
             "give more, or nothing is left to do"
         )
+
+
+def settings_of_parameters(config: Config) -> dict[str, JSON]:
+    """Flag -> value of the settings that choose which parameters an actor trains."""
+    settings: dict[str, JSON] = {}
+    for name, actor in config.actors.items():
+        settings[f"actors.{name}.train"] = str(actor.is_trained).lower()
+        if not actor.is_trained:
+            continue
+        rank, base = actor.lora.rank, actor.lora_base
+        settings[f"actors.{name}.lora_base"] = "null" if base is None else base
+        settings[f"actors.{name}.lora.rank"] = rank
+        if rank:
+            targets = ",".join(sorted(set(split(actor.lora.targets))))
+            settings[f"actors.{name}.lora.targets"] = targets
+        parts = "language" if rank else "language,projector,vision"
+        named = split(config.of(name).learner.train) or split(parts)
+        settings[f"actors.{name}.learner.train"] = ",".join(sorted(named))
+    return settings
 
 
 def keep_first(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
