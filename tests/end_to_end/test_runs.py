@@ -561,7 +561,7 @@ ODD_ROWS = {
     "2 of the first 2 held-out rows of env are training rows "
     "too": "[{'prompt': str(n)} for n in range(2)]",
     "1 of the first 2 prompts of env end with an assistant's turn, or have no user message, such "
-    "as row 2 of load": (
+    "as row 2 of the split": (
         "[{'prompt': split}, {'prompt': [{'role': 'user' if split == 'train' else 'system', "
         "'content': split}]}]"
     ),
