@@ -26,7 +26,7 @@ CAPTIONS = {
     "Begin": "quickstart first_environment python glossary recipes troubleshooting",
     "Coming from": "from_trl coming_from",
     "Tasks": "environments images agents terminal rewards actors sandbox remote_boxes service",
-    "Learning": "algorithms distillation sft async models",
+    "Learning": "algorithms preferences distillation sft async models",
     "Machines": "parallelism engines performance reliability gpu",
     "Runs": "runs metrics view reading_rollouts tools",
     "Inside": "house api CONTRIBUTING CHANGELOG",

@@ -143,7 +143,7 @@ def check_oracle(
     chat = plain_chat(ToolCalls)
 
     async def play_nothing(task: Task) -> list[Trajectory]:
-        return await play(env, chat, task, names, [PLAIN])
+        return await play(env, chat, task, {name: [PLAIN] for name in names})
 
     def tell(text: str) -> None:
         lines = [f"  {line}" for line in text.split("\n")]
@@ -181,7 +181,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="rl-core check", description=str(__doc__).splitlines()[0], allow_abbrev=False
     )
-    reply = "right reply of the next turn: a Jinja template over columns and `prompt`"
+    reply = "right reply of the next turn: a Jinja template over columns, `prompt` and `actor`"
     parser.add_argument("env", nargs="+", help="Python files of environments")
     parser.add_argument(
         "--data.train", dest="rows", metavar="ROWS", help="rows; default: load_tasks('train')"
@@ -289,13 +289,17 @@ async def play_all(
         templates = templates or [f"{{{{ {column} }}}}"]
     kinds = {"right": templates, "plain": [PLAIN]}
     plays = [
-        (k, task, rendered(kinds[k], task), UNLIMITED) for k in NORMAL if kinds[k] for task in tasks
+        (k, task, rendered(kinds[k], task, names), UNLIMITED)
+        for k in NORMAL
+        if kinds[k]
+        for task in tasks
     ]
-    texts = rendered(templates or [PLAIN], tasks[0])
-    half = len(chat.encode(chat.marked(texts[0]), continues=True)) // 2
-    plays += [("empty", tasks[0], [""], UNLIMITED), ("cut", tasks[0], texts, max(1, half))]
+    texts = rendered(templates or [PLAIN], tasks[0], names)
+    half = len(chat.encode(chat.marked(texts[names[0]][0]), continues=True)) // 2
+    plays.append(("empty", tasks[0], {name: [""] for name in names}, UNLIMITED))
+    plays.append(("cut", tasks[0], texts, max(1, half)))
     played = await asyncio.gather(
-        *(play(env, chat, task, names, texts, limit) for _, task, texts, limit in plays)
+        *(play(env, chat, task, texts, limit) for _, task, texts, limit in plays)
     )
     by_kind = {}
     for (kind, *_), trajectories in zip(plays, played, strict=True):
@@ -312,14 +316,14 @@ async def with_time(playing: Coroutine[object, object, T], limit: str) -> T:
     return task.result()
 
 
-def rendered(templates: list[str], task: Task) -> list[str]:
+def rendered(templates: list[str], task: Task, names: list[str]) -> dict[str, list[str]]:
+    """Actor -> the text of each of its turns."""
     from jinja2 import Environment, StrictUndefined, TemplateError
 
     values = {"prompt": task.messages[0].get("content"), **task.row}
     try:
-        return [
-            Environment(undefined=StrictUndefined).from_string(t).render(values) for t in templates
-        ]
+        made = [Environment(undefined=StrictUndefined).from_string(t) for t in templates]
+        return {name: [t.render({"actor": name} | values) for t in made] for name in names}
     except TemplateError as error:
         raise ValueError(f"--reply {templates}: {error}; columns: {', '.join(task.row)}") from None
 
@@ -328,22 +332,24 @@ async def play(
     env: Env,
     chat: Chat,
     task: Task,
-    names: list[str],
-    replies: list[str],
+    replies: dict[str, list[str]],
     max_tokens: int = UNLIMITED,
 ) -> list[Trajectory]:
-    """The trajectories of one group: of one episode, or of two if a hook compares them."""
+    """The trajectories of one group: of one episode, or of two if a hook compares them. `replies`:
+    the texts of each actor."""
     from rl_core.engines.scripted import ScriptedActor
     from rl_core.environments.options import endpoint_opener
     from rl_core.sampling.rollout import EpisodeRunner, Group
     from rl_core.sampling.teacher_prompts import TeacherPrompts
     from rl_core.types import SamplingParams
 
-    scripted = {"chat": chat, "replies": replies, "open_endpoint": endpoint_opener(None)}
-    actors = {name: ScriptedActor(name=name, **scripted) for name in names}
+    scripted = {"chat": chat, "open_endpoint": endpoint_opener(None)}
+    actors = {
+        name: ScriptedActor(name=name, replies=texts, **scripted) for name, texts in replies.items()
+    }
     size, params = 2 if env.group_rewards else 1, SamplingParams(max_tokens=max_tokens)
     group = Group(task=task, batch="check", number=0, size=size, params=params, seed=0)
-    prompts = TeacherPrompts({(name, env.name): (UNLIMITED, "") for name in names})
+    prompts = TeacherPrompts({(name, env.name): (UNLIMITED, "") for name in actors})
     return await EpisodeRunner({env.name: env}, actors, RolloutConfig(), prompts).play(group)
 
 

@@ -54,7 +54,6 @@ REASONS = {
 # Pages and languages that another test runs.
 RUN_BY = {
     ("docs/python.md", "python"): "test_train_api.py",
-    ("docs/algorithms.md", "python"): "test_preference.py",
 }
 RUN = [
     page

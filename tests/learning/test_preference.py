@@ -512,7 +512,7 @@ def test_the_reward_model_of_the_docs_example_rewards_episodes(
     preference_runs, tiny_model, tmp_path
 ):
     (example,) = re.findall(
-        r"```python\n(import torch\n.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.S
+        r"```python\n(# scored.py\n.*?)```", (ROOT / "docs/preferences.md").read_text(), re.S
     )
     env = tmp_path / "env.py"
     env.write_text(example.replace("runs/rm/hf/policy", str(preference_runs["rm"] / "hf/policy")))

@@ -221,6 +221,18 @@ def test_check_of_several_actors(check):
     assert "| You are Bob. s1<|end|>" in report["tokens"]
 
 
+def test_check_gives_each_actor_another_reply(check):
+    code = """
+        turns = "bob -> alice"
+        def load_tasks(split): return [{"prompt": "go", "answer": "7"}]
+        def reward_fn(completion, answer, actor): return float(completion == answer)
+    """
+    reply = "{{ answer if actor == 'bob' else 'well done' }}"
+    _, report, _ = check(code, "--reply", reply)
+    rewards = [outcomes(report)["right", actor][2] for actor in ("bob", "alice")]
+    assert rewards == ["1", "0"]
+
+
 def test_check_of_a_rollout_of_ones_own(check):
     code = """
         def load_tasks(split): return [{"prompt": "go", "answer": "7"}]
