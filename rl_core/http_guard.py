@@ -28,10 +28,11 @@ from aiohttp.typedefs import Handler
 from rl_core.errors import keep_ends
 from rl_core.json_limits import (
     ESCAPED,
+    MAX_DEPTH,
     STRICT_DECODER,
-    lone_surrogate,
+    TOO_DEEP,
+    check_value,
     may_be_deeper,
-    nesting,
 )
 
 if TYPE_CHECKING:
@@ -49,8 +50,6 @@ MAX_STRANGERS = 256
 MAX_LOCAL_STRANGERS = 4096
 MAX_OPEN_FILES = 1 << 16
 MAX_BACKLOG = 1024
-# Deepest nesting of JSON in a body, because templates and json.dumps() recurse.
-MAX_DEPTH = 128
 SHORT_BYTES = 1 << 16  # A body of at most this size is read even if its request is refused.
 REPORT_EVERY_S = 60.0
 
@@ -365,11 +364,9 @@ def parse_json(body: bytes) -> JSON:
     try:
         value = STRICT_DECODER.decode(text)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
-    if may_be_deeper(text, MAX_DEPTH) and nesting(value) > MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
-    if ESCAPED.search(text) and lone_surrogate(value):
-        raise ValueError("a text has a lone surrogate, such as \\ud83d")
+        raise ValueError(TOO_DEEP) from None
+    if may_be_deeper(text, MAX_DEPTH) or ESCAPED.search(text):
+        check_value(value)
     return value
 
 

@@ -8,7 +8,12 @@ import json
 import re
 
 ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")  # Escape of a surrogate, lone or in a pair.
+# Deepest nesting of JSON from others, because templates and json.dumps() recurse.
+MAX_DEPTH = 128
 SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
 
 
 def refuse_constant(name: str) -> None:
@@ -17,6 +22,15 @@ def refuse_constant(name: str) -> None:
 
 # json.loads() would make one for each call.
 STRICT_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+
+
+def check_value(value: object) -> None:
+    """Raises ValueError for a value that is nested deeper than MAX_DEPTH levels, or that has a lone
+    surrogate."""
+    if nesting(value) > MAX_DEPTH:
+        raise ValueError(TOO_DEEP)
+    if lone_surrogate(value):
+        raise ValueError("a text has a lone surrogate, such as \\ud83d")
 
 
 def may_be_deeper(text: str, most: int) -> bool:

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import itertools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -40,7 +41,7 @@ _MARK = "\ufdd0"
 # Name of a tool that no template mentions.
 TOOL = "q7x0z"
 # Longer texts are encoded in a thread: a tokenizer encodes about half a megabyte per second.
-LONG_CHARS = 1 << 16
+LONG_CHARS = 1 << 14
 # Limit of cached chats with other variables.
 MAX_VARIANTS = 64
 # Values of "role" and "type" that templates compare, or put into a token's name.
@@ -52,6 +53,8 @@ _KNOWN = (*_ROLES, *_PARTS, *_TYPES, "function", "tool_call", "tool_response")
 
 class ToolReader(Protocol):
     """The methods of ToolCalls (data/tool_calls.py, which imports this module)."""
+
+    chat: Chat
 
     def read(
         self, completion: Completion, number: int, tools: Sequence[dict] = (), prompt: str = ""
@@ -68,6 +71,10 @@ class ToolReader(Protocol):
         after: list[Message],
         tools: list | None,
     ) -> tuple[str, Message]: ...
+
+
+class TooLongError(ValueError):
+    """A prompt with more tokens than fit."""
 
 
 class ImageLimits(Protocol):
@@ -174,24 +181,38 @@ class Chat:
         marked = [self.marked(self._in_form(message)) for message in messages]
         return self._apply(marked, self.marked(tools or None), add_generation_prompt)
 
-    def first_prompt(self, messages: list[Message], tools: list | None) -> tuple[str, list[int]]:
+    def first_prompt(
+        self, messages: list[Message], tools: list | None, max_tokens: float = math.inf
+    ) -> tuple[str, list[int]]:
         """(rendering, token ids) of a conversation's first messages, cached for the
-        episodes of a group."""
+        episodes of a group. Raises TooLongError before encoding if the rendering has more than
+        max_tokens."""
         asked = (messages, tools)
         if asked != self._first_asked:
             self.check(messages, tools)
             rendered = self.render(messages, tools)
+            least = self._least_tokens_of(rendered)
+            if least > max_tokens:
+                raise TooLongError(f"the prompt has at least {least} tokens")
             self._first_prompt = rendered, self.expand(self.encode(rendered), messages)
             self._first_asked = copy.deepcopy(asked)
         return self._first_prompt
 
-    async def prepare(self, messages: list[Message], tools: list | None) -> None:
-        """Computes first_prompt() of a long text in a thread, so that the event loop is not
-        blocked."""
+    async def prepare(
+        self, messages: list[Message], tools: list | None, max_tokens: float = math.inf
+    ) -> None:
+        """Computes first_prompt() of a long text, and checks its tools, in a thread, so that the
+        event loop is not blocked."""
         if num_chars([messages, tools]) <= LONG_CHARS or (messages, tools) == self._first_asked:
             return
-        first = await self.in_thread(lambda twin: twin.first_prompt(messages, tools))
-        self._first_asked, self._first_prompt = copy.deepcopy((messages, tools)), first
+
+        def work(twin: Chat) -> tuple:
+            first = twin.first_prompt(messages, tools, max_tokens)
+            if tools and self._tool_reader:
+                twin.tool_calls.check(tools, "the request")
+            return twin._first_asked, first
+
+        self._first_asked, self._first_prompt = await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[Chat], T]) -> T:
         """Returns work(copy of this chat), called in a thread. The copy has another tokenizer,
@@ -201,19 +222,28 @@ class Chat:
             with self._spare.lock:
                 twin = copy.copy(self)
                 twin.tokenizer, twin._variants = self._spare.copied(), {}
-                twin.__dict__.pop("tool_calls", None)  # The cached reader has the old tokenizer.
+                if self._tool_reader is not None:
+                    twin.tool_calls = copy.copy(self.tool_calls)
+                    twin.tool_calls.chat = twin
                 return work(twin)
 
         return await asyncio.to_thread(run)
 
     def least_tokens(self, messages: list[Message]) -> int:
         """A lower bound on the number of tokens of these messages, without encoding them."""
-        num = 0
+        num = num_texts = 0
         for message in messages:
             # Templates may drop thoughts and spaces.
             text = text_of(message).rpartition("</think>")[2].strip()
             num += len(text) if text.isascii() else len(text) // 3
-        return int(num / self._facts.longest_token)
+            num_texts += bool(text)
+        return max(num_texts, int(num / self._facts.longest_token))
+
+    def _least_tokens_of(self, rendered: str) -> int:
+        text, num_special = self.special_token.subn("", rendered)
+        text = unmarked(text)
+        num = len(text) if text.isascii() else len(text) // 3
+        return num_special + int(num / self._facts.longest_token)
 
     def unread_tools(self, messages: list[Message], tools: list | None) -> list[str]:
         """Names of tools that the model does not read of: the template renders no tools, and no
@@ -538,8 +568,8 @@ class TokenStream:
         new_messages: list[Message],
         calls: Message | None = None,
     ) -> None:
-        """Does the same as append(), in a thread if the messages are long."""
-        if num_chars(new_messages) <= LONG_CHARS:
+        """Does the same as append(), in a thread if the conversation is long."""
+        if len(self.rendered) + num_chars(new_messages) <= LONG_CHARS:
             self.append(token_ids, text, new_messages, calls)
             return
 
@@ -625,12 +655,12 @@ def load_chat(
 
 
 def num_chars(value: JSON) -> int:
-    """Number of characters of all strings in a JSON value."""
+    """Number of characters of all strings and keys in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(num_chars, value)) if isinstance(value, list) else 0
+        value = [*value, *value.values()]
+    return sum(map(num_chars, value)) if isinstance(value, list) else 1
 
 
 def without_prefix(messages: list[Message]) -> tuple[list[Message], str]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rl_core.data.chat import Chat, text_after, unmarked, without_prefix
 from rl_core.data.sft_samples import rendered_turn, said_text, shared_length, split_end
 from rl_core.data.thoughts import THOUGHTS, leading_thoughts
+from rl_core.json_limits import check_value
 from rl_core.types import JSON, Completion, JSONObject, Message
 
 # An argument as XML in the formats of Qwen, MiniMax and GLM.
@@ -272,7 +273,7 @@ class ToolCalls:
         template = str(chat.chat_template)
         marker = next(marker for marker in FORMATS if marker in template)
         self.begins, self.call, self.calls_of = FORMATS[marker]
-        self.checked: set[str] = set()  # Tools, as JSON, that were checked.
+        self.checked: set[int] = set()  # Hashes of tools that were checked.
 
     def read(
         self,
@@ -303,10 +304,11 @@ class ToolCalls:
         try:
             for match in matches:
                 for function in self.calls_of(match, tools):
+                    check_value(function)  # It could not be rendered.
                     # Mistral's templates require nine characters.
                     call_id = f"call{number % 1000:03d}{len(calls) % 100:02d}"
                     calls.append({"id": call_id, "type": "function", "function": function})
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             return None, True
         rest = thoughts + pattern.sub(lambda m: m[0] if m["arguments"] is None else "", text)
         if "<|message|>" in rest:  # gpt-oss: takes the text of its channels.
@@ -316,18 +318,17 @@ class ToolCalls:
 
     def check(self, tools: list[dict], where: str) -> None:
         """Raises ValueError if a call of one of the tools, as the chat's template writes it, cannot
-        be parsed. Repeated calls for the same tools do nothing. `where`: source of the tools."""
-        key = json.dumps(tools, default=str)
-        if key in self.checked:
-            return
+        be parsed. Each tool is checked once, by itself. `where`: source of the tools."""
         user = [{"role": "user", "content": "x"}]
-        prompt = self.chat.render(user, tools)
-        # With a template that ignores tools the environment's messages describe them.
-        if prompt != self.chat.render(user):
-            for tool in tools:
-                if "function" in tool:
-                    self.check_call(tool["function"], prompt, user, tools, where)
-        self.checked.add(key)
+        for tool in tools:
+            key = hash(json.dumps(tool, default=str))
+            if key in self.checked:
+                continue
+            prompt = self.chat.render(user, [tool])
+            # With a template that ignores tools the environment's messages describe them.
+            if "function" in tool and prompt != self.chat.render(user):
+                self.check_call(tool["function"], prompt, user, [tool], where)
+            self.checked.add(key)
 
     def check_call(
         self, function: dict, prompt: str, user: list[Message], tools: list[dict], where: str

@@ -114,7 +114,7 @@ import openai
 async def agent(task, llm):
     asked, said = list(task.messages), []
     async with openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
-        client = client.with_options(timeout=0.5, max_retries=0)
+        client = client.with_options(timeout=3, max_retries=0)
         for model in task.row["models"]:
             try:
                 reply = await client.chat.completions.create(model=model, messages=asked)

@@ -10,6 +10,7 @@ import json
 import random
 import re
 import socket
+import threading
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -110,6 +111,28 @@ async def until(is_so):
             return
         await asyncio.sleep(0.01)
     raise AssertionError("not within a minute")
+
+
+async def given_up(tree, asking):
+    """Cancels a client when its request is sampled. The reply comes when the returned event is
+    set."""
+    begun, release, generate = asyncio.Event(), asyncio.Event(), tree.actor.engine.generate
+
+    async def late(*args, **kwargs):
+        begun.set()
+        completion = await generate(*args, **kwargs)
+        await release.wait()
+        return completion
+
+    tree.actor.engine.generate = late
+    asking = asyncio.ensure_future(asking)
+    await begun.wait()
+    asking.cancel()
+    with suppress(asyncio.CancelledError):
+        await asking
+    attempts = [each for attempts in tree.attempts.values() for each in attempts]
+    await until(lambda: any(attempt.is_lost for attempt in attempts))
+    return release
 
 
 def wait_for_requests(engine, number):
@@ -270,6 +293,40 @@ async def test_a_request_whose_body_comes_after_the_episode_is_not_answered():
             assert ((await asked).status_code, tree.num_turns) == (401, 0)
 
 
+# Arguments that json.loads() reads, and that no template or tokenizer takes.
+UNRENDERED = ['{"a": ' * 5000 + "1" + "}" * 5000]
+UNRENDERED += ['{"a": ' * 490 + "1" + "}" * 490, r'{"a": "\ud83d"}', r'{"\ud83d": [1]}']
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "add"}
+
+
+def called_with(arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [*HI, {"role": "assistant", "tool_calls": [call]}]
+
+
+def used_with(arguments):
+    block = {"type": "tool_use", "id": "c", "name": "add", "input": arguments}
+    return {"role": "assistant", "content": [block]}
+
+
+def tool_of(properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "add", "parameters": parameters}}
+
+
+@pytest.mark.parametrize("arguments", UNRENDERED, ids=range(len(UNRENDERED)))
+async def test_calls_that_no_template_renders_are_text(arguments):
+    spoken = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    async with endpoint(spoken, "two", max_tokens=1 << 17) as (llm, _):
+        client = openai_client(llm)
+        reply = await chat(client, HI, tools=TOOLS)
+        more = [*HI, {"role": "assistant", "content": reply.content}, *HI]
+        await chat(client, more, tools=TOOLS)
+        (trajectory,) = llm.trajectories(1.0)
+    assert (reply.content, reply.tool_calls) == (spoken, None)
+    assert trajectory.metrics["tool_parse_failed"] == 1 and len(trajectory.turns) == 2
+
+
 @pytest.mark.parametrize(
     "path, body",
     [
@@ -280,13 +337,23 @@ async def test_a_request_whose_body_comes_after_the_episode_is_not_answered():
         ("responses", {"input": 3}),
         ("messages", {"messages": [{"role": "user", "content": 3}]}),
         ("messages", {"messages": [{"role": "user", "content": [3]}]}),
+        *[("chat/completions", {"messages": called_with(text)}) for text in UNRENDERED],
+        *[("responses", {"input": [CALL_ITEM | {"arguments": text}]}) for text in UNRENDERED],
+        *[("messages", {"messages": [used_with(json.loads(text))]}) for text in UNRENDERED[1:]],
+        ("chat/completions", {"messages": HI, "metadata": {"a": "\ud83d"}}),
+        ("chat/completions", {"messages": HI, "tools": [tool_of({"\ud83d": {}})]}),
+        ("chat/completions", {"messages": [*HI, {"role": "tool", "content": "\ud83d"}]}),
+        ("responses", {"input": "hi", "instructions": "\ud83d"}),
+        ("messages", {"messages": HI, "system": "\ud83d"}),
     ],
 )
 async def test_a_malformed_body_is_the_clients_error(path, body):
     async with endpoint("one") as (llm, _):
         headers = {"x-api-key": llm.api_key}
         async with httpx.AsyncClient(headers=headers) as client:
-            assert (await client.post(f"{llm.base_url}/{path}", json=body)).status_code == 400
+            # httpx would not send a lone surrogate.
+            answer = await client.post(f"{llm.base_url}/{path}", content=json.dumps(body))
+            assert answer.status_code == 400, answer.text
 
 
 RETRY = {"extra_headers": {"x-stainless-retry-count": "1"}}
@@ -348,15 +415,7 @@ async def test_a_reply_that_the_client_gave_up_is_no_turn(dialect, is_streamed):
     other = ScriptedActor(name="other", chat=CHAT, replies=["late"])
     async with endpoint("one", max_turns=1, others=[other]) as (llm, tree):
         slow = llm.trees["other"]
-        release, generate = asyncio.Event(), slow.actor.engine.generate
-
-        async def late(*args, **kwargs):
-            await release.wait()
-            return await generate(*args, **kwargs)
-
-        slow.actor.engine.generate = late
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(make(llm), "other", is_streamed), 0.3)
+        release = await given_up(slow, ask(make(llm), "other", is_streamed))
         await ask(make(llm), "policy", is_streamed)
         assert [len(llm.trajectories(1.0, name)) for name in llm.trees] == [1, 0]
         release.set()
@@ -372,17 +431,8 @@ async def test_a_branch_ends_before_the_reply_that_was_given_up():
     async with endpoint("one", "late", "two", max_turns=2) as (llm, tree):
         client = openai_client(llm)
         history = [*HI, {"role": "assistant", "content": (await chat(client, HI)).content}]
-        release, generate = asyncio.Event(), tree.actor.engine.generate
-
-        async def late(*args, **kwargs):
-            completion = await generate(*args, **kwargs)
-            await release.wait()
-            return completion
-
-        tree.actor.engine.generate = late
         asked = [*history, {"role": "user", "content": "check it"}]
-        with pytest.raises(openai.APITimeoutError):
-            await chat(client.with_options(timeout=0.3), asked)
+        release = await given_up(tree, chat(client, asked))
         texts = [[turn.completion.text for turn in t.turns] for t in llm.trajectories(1.0)]
         assert texts == [["one"]]
         release.set()
@@ -1611,6 +1661,48 @@ async def test_messages_that_cannot_fit_are_refused_before_they_are_encoded(
         assert (tree.is_truncated, tree.num_turns, tree.actor.conversations) == (True, 0, [])
     assert not encoded
     assert "a program that cannot fit into the context of 1000 tokens" in capsys.readouterr().err
+
+
+def tool_list(number):
+    functions = [{"name": f"tool_{n}", "parameters": PARAMETERS} for n in range(number)]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+async def test_tools_of_a_request_are_rendered_in_a_thread_a_constant_number_of_times(monkeypatch):
+    number, rendered, apply = 400, [], CHAT.tokenizer.apply_chat_template
+    loop_thread = threading.get_ident()
+
+    def note(messages, tools=None, **more):
+        rendered.append((len(tools or ()), threading.get_ident() == loop_thread))
+        return apply(messages, tools=tools, **more)
+
+    tokenizer = copy.deepcopy(CHAT.tokenizer)
+    fresh = Chat(tokenizer, tool_reader=ToolCalls)
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", staticmethod(note))
+    async with endpoint(CALL, chat=fresh) as (llm, tree):
+        await chat(openai_client(llm), HI, tools=tool_list(number))
+        assert tree.num_turns == 1
+    assert sum(num_tools for num_tools, _ in rendered) < 6 * number
+    # The loop asks once whether the template renders tools at all.
+    assert sum(is_in_loop for num_tools, is_in_loop in rendered if num_tools) <= 1
+
+
+LARGE = {
+    "many values": ({"metadata": [[]] * 1_000_001}, "more than 1,000,000 values"),
+    "many tools": ({"tools": tool_list(300)}, "the prompt has at least .* which cannot fit"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_what_grows_with_a_request_is_bounded_before_it_is_encoded(name, monkeypatch):
+    more, error = LARGE[name]
+    async with endpoint("one", max_context_tokens=20_000) as (llm, tree):
+        monkeypatch.setattr(Chat, "encode", None)
+        with pytest.raises(openai.BadRequestError, match=error):
+            await openai_client(llm).chat.completions.create(
+                **{"model": "m", "messages": HI, "extra_body": more}
+            )
+        assert (tree.num_turns, tree.actor.conversations) == (0, [])
 
 
 async def test_turns_beyond_max_turns_are_refused():

@@ -409,6 +409,7 @@ def test_the_lower_bound_of_tokens_is_one(make):
     for text in (*texts, *("".join(rng.choices(texts, k=3)) for _ in range(20))):
         messages = [user(text), user("and this")]
         assert chat.least_tokens(messages) <= len(chat.prompt_ids(messages)), text
+    assert chat.least_tokens([user("x")] * 50) == 50
     assert chat.least_tokens([user("x" * 10_000)]) > 100
     assert plain_chat().least_tokens([user("x" * 10_000)]) == 10_000
 

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from aiohttp import web
 
 from rl_core.data.chat import without_prefix
 from rl_core.environments.agents import chat_completions, forward, messages, responses
 from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
-from rl_core.environments.agents.tree import Attempt, Tree
+from rl_core.environments.agents.tree import Attempt, Tree, digest_of
 from rl_core.http_guard import (
     LOOPBACK,
     MAX_LOCAL_STRANGERS,
@@ -36,7 +36,8 @@ from rl_core.http_guard import (
     HttpServer,
     Visitor,
     is_key,
-    read_json,
+    parse_json,
+    read_body,
     turn_away,
 )
 from rl_core.sampling.actor import Actor
@@ -47,6 +48,7 @@ from rl_core.types import JSONObject, Trajectory
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DIALECTS = (chat_completions, responses, messages)
 MAX_BODY_BYTES = 64 << 20
@@ -55,6 +57,8 @@ KEEP_ALIVE_S = 10.0
 # Limits of one episode: connections with its key, request bodies that are read concurrently.
 MAX_CONNECTIONS = 256
 MAX_READING = 8
+SHORT_BYTES = 1 << 14  # Longer bodies are read in a thread.
+MAX_VALUES = 1_000_000  # Limit of commas and opened brackets of a body, which take time to parse.
 MAX_STORED = 1024  # Conversations that later requests may continue by the id of a reply.
 ELSEWHERE = ("192.0.2.1", 9)  # An address reserved for documentation.
 # A folder in each box, and the names of its files.
@@ -157,11 +161,13 @@ class Endpoint:
     def tree_of(self, request: Request) -> Tree:
         return self.trees.get(request.model) or self.trees[self.model]
 
-    def check_length(self, request: Request) -> None:
+    async def check_length(self, request: Request) -> None:
         """Raises Refusal before encoding if the messages cannot fit into the context."""
         tree = self.tree_of(request)
-        actor = tree.actor
-        least = actor.chat.least_tokens(request.messages) if actor.chat else 0
+        actor, least = tree.actor, 0
+        if actor.chat:
+            measure = partial(actor.chat.least_tokens, request.messages)
+            least = await self.server.off_loop(request.is_long, measure)
         if least < actor.max_context_tokens:
             return
         tree.is_truncated = True
@@ -197,6 +203,7 @@ class Endpoint:
             text = f"{name!r} is no reply of this episode; the last {MAX_STORED} are kept"
             raise Refusal(text, **dialect.NOT_KEPT)
         dialect.continued(request, earlier)
+        request.is_long = True
 
     def store(self, dialect: ModuleType, request: Request, replies: list[Reply]) -> None:
         """Keeps replies that later requests may continue."""
@@ -213,15 +220,16 @@ class Endpoint:
                 for item in responses.output(reply):
                     self.items[item["id"]] = item
 
-    def attempt(self, request: Request) -> Attempt:
+    async def attempt(self, request: Request) -> Attempt:
         """The attempt that answers a request. Raises Refusal."""
+        await self.check_length(request)
+        self.check_schema(request)
+        digest = await self.server.off_loop(request.is_long, digest_of, request)
         if self.is_shut:  # It was shut while the body was read.
             raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
-        self.check_length(request)
-        self.check_schema(request)
         if self.failure is not None:
             raise Refusal("the engine died; the episode begins again", status=503)
-        return self.tree_of(request).attempt(request)
+        return self.tree_of(request).attempt(request, digest)
 
     async def replies(self, attempt: Attempt) -> list[Reply]:
         """Waits for the replies of an attempt. Raises Refusal."""
@@ -235,9 +243,10 @@ class Endpoint:
         chat = self.tree_of(request).actor.chat
         if chat is None:
             raise Refusal("the tokens of this model are not known here")
-        self.check_length(request)
+        await self.check_length(request)
+        limit = self.tree_of(request).actor.max_context_tokens
         try:
-            await chat.prepare(request.messages, request.tools)
+            await chat.prepare(request.messages, request.tools, limit)
             return len(chat.first_prompt(request.messages, request.tools)[1])
         except ValueError as error:
             raise Refusal(str(error)) from error
@@ -267,7 +276,7 @@ class EndpointServer:
         self.endpoints: dict[str, Endpoint] = {}  # Key -> endpoint.
         self.server: HttpServer | None = None
         self.starting = asyncio.Lock()
-        self.decoder = ThreadPoolExecutor(1, thread_name_prefix="images")
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="requests")
         # Private to this user. Boxes see a subfolder, which any user may enter.
         self.folder: tempfile.TemporaryDirectory | None = None
         self.is_for_boxes = False  # True if it listens at the socket in this folder.
@@ -363,14 +372,11 @@ class EndpointServer:
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
                 endpoint = self.endpoint_of(http)
-                body = await body_of(http, endpoint)
-                if dialect is responses:
-                    body["input"] = responses.put_in(body.get("input"), endpoint.items)
-                request = await self.read(dialect, body)
+                request = await self.read(http, dialect, endpoint)
                 retries = [http.headers.get(name, "0") for name in RETRY_HEADERS]
                 request.is_retry = any(count not in ("", "0") for count in retries)
                 endpoint.put_before(dialect, request)
-                attempt = endpoint.attempt(request)
+                attempt = await endpoint.attempt(request)
                 # A cancelled handler has lost its client.
                 with attempt.waited():
                     send = self.send_stream if request.is_streamed else self.send
@@ -399,13 +405,25 @@ class EndpointServer:
             reply.num_sent = math.inf
         return response
 
-    async def read(self, dialect: ModuleType, body: JSONObject) -> Request:
-        """The request in a body. Images are decoded in one thread, so that large images of a
-        program delay neither text nor hooks. Raises Refusal."""
-        read = partial(contextvars.copy_context().run, dialect.read, body)
-        if not has_image_parts(body):
-            return read()
-        return await asyncio.get_running_loop().run_in_executor(self.decoder, read)
+    async def read(self, http: web.Request, dialect: ModuleType, endpoint: Endpoint) -> Request:
+        """The request in a body. Large requests and images are read in one thread, so that they
+        delay neither other requests nor hooks. Raises Refusal."""
+        body = await body_of(http, endpoint)
+        is_long = len(body) > SHORT_BYTES
+        value = await self.off_loop(is_long, parsed, body)
+        if dialect is responses:
+            value["input"] = responses.put_in(value.get("input"), endpoint.items)
+        is_long = is_long or has_image_parts(value)
+        request = await self.off_loop(is_long, dialect.read, value)
+        request.is_long = is_long
+        return request
+
+    async def off_loop(self, is_long: bool, work: Callable[..., T], *args: object) -> T:
+        """Returns work(*args), called in the thread if it takes long."""
+        if not is_long:
+            return work(*args)
+        work = partial(contextvars.copy_context().run, work, *args)
+        return await asyncio.get_running_loop().run_in_executor(self.reader, work)
 
     async def send_stream(
         self,
@@ -445,7 +463,7 @@ class EndpointServer:
     async def count_tokens(self, http: web.Request) -> web.Response:
         try:
             endpoint = self.endpoint_of(http)
-            request = await self.read(messages, await body_of(http, endpoint))
+            request = await self.read(http, messages, endpoint)
             endpoint.put_before(messages, request)
             number = await endpoint.num_tokens(request)
         except Refusal as refusal:
@@ -503,16 +521,26 @@ def reachable(host: str) -> str:
         return probe.getsockname()[0]
 
 
-async def body_of(http: web.Request, endpoint: Endpoint) -> JSONObject:
-    """The request's JSON. Raises Refusal."""
+async def body_of(http: web.Request, endpoint: Endpoint) -> bytes:
+    """The request's body. Raises Refusal."""
     try:
         async with endpoint.reading:
-            body = await read_json(http)
+            return await read_body(http)
     except HttpError as error:
         raise Refusal(error.message, status=error.status) from None
-    if not isinstance(body, dict):
+
+
+def parsed(body: bytes) -> JSONObject:
+    """The JSON of a body. Raises Refusal."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise Refusal(f"the body has more than {MAX_VALUES:,} values; send a shorter one")
+    try:
+        value = parse_json(body)
+    except ValueError as error:
+        raise Refusal(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
         raise Refusal("the body must be a JSON object")
-    return body
+    return value
 
 
 async def refuse(

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from rl_core.data.images import URL_FIX, image_of, image_part, is_image_part
+from rl_core.json_limits import check_value
 from rl_core.types import JSON, JSONObject, Message
 
 # Values that ask for nothing.
@@ -120,6 +121,7 @@ class Request:
     # JSON schema of the reply; None: text.
     schema: JSONObject | None = None
     is_enforced: bool = False  # Sampling is constrained to the schema.
+    is_long: bool = False  # Work that takes time with its size leaves the event loop.
     continues: str | None = None  # Id of the kept reply whose conversation comes first.
     is_kept: bool = False  # Later requests may continue the reply.
     seed: JSON = None  # Only distinguishes requests; sampling does not use it.
@@ -364,8 +366,9 @@ def read_arguments(value: JSON) -> JSONObject:
     """A call's arguments, which clients write as JSON. Raises Refusal."""
     try:
         arguments = json.loads(value or "{}") if isinstance(value, str) else value
-    except ValueError:
-        arguments = None
+        check_value(arguments)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(f"arguments of a call: {str(value)[:80]!r} is not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise Refusal(f"arguments of a call: {str(value)[:80]!r} is not a JSON object")
     return arguments

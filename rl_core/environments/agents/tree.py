@@ -17,22 +17,33 @@ import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from zlib import crc32
 
+from rl_core.data.chat import TooLongError
 from rl_core.data.images import key_of as image_key
 from rl_core.data.thoughts import without_thoughts
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor, Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import wait_for_all
-from rl_core.types import Completion, JSONObject, Message, Trajectory, Turn
+from rl_core.types import Completion, Message, Trajectory, Turn
 
 MAX_OVERRIDDEN = 64  # Names of fields in one episode; each is a metric.
 Key = tuple  # A message's key, equal for the message and its echo.
+
+
+@dataclass(kw_only=True, slots=True)
+class Digest:
+    """Keys of a request, whose computation takes time with its size."""
+
+    request: str  # Equal for a request and its retry.
+    prompt: str  # Seeds depend on it, since concurrent requests come in any order.
+    keys: list[Key]  # Keys of the messages.
+    tools: str  # Equal for equal lists of tools.
 
 
 @dataclass(eq=False)
@@ -43,7 +54,7 @@ class Node:
     num_replies: int  # Replies of the conversation, including this one.
     reply: Reply
     keys: list[Key]  # Keys of the non-empty messages up to this turn.
-    tools: str  # tools_key() of the conversation.
+    tools: str  # Digest.tools of the conversation.
     parent: Node | None
     is_continued: bool = False  # The conversation itself has a later turn.
 
@@ -138,20 +149,20 @@ class Tree:
     def num_read(self) -> int:
         return sum(node.is_read for node in self.nodes)
 
-    def attempt(self, request: Request) -> Attempt:
+    def attempt(self, request: Request, digest: Digest) -> Attempt:
         """The attempt that answers a request: a retry has that of the first request, and every
         other request a new one. Raises Refusal."""
         self.overridden.update(request.overridden)
         if len(self.overridden) > MAX_OVERRIDDEN:
             raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
-        attempts = self.attempts[request_key(request)]
+        attempts = self.attempts[digest.request]
         repeated = self.repeated(attempts, request.is_retry)
         if repeated is None or (repeated.is_done and repeated.is_lost):
             self.check_turns(request.num_replies)
         if repeated is not None:
             self.num_retries += 1
             return repeated
-        nodes = self.context.run(asyncio.ensure_future, self.play(request))
+        nodes = self.context.run(asyncio.ensure_future, self.play(request, digest))
         attempt = Attempt(nodes, request.num_replies)
         attempts.append(attempt)
 
@@ -173,23 +184,28 @@ class Tree:
         running = [attempt for attempt in attempts if not attempt.nodes.done()]
         return next(iter([*running, *reversed(attempts)]), None)
 
-    async def play(self, request: Request) -> list[Node]:
+    async def play(self, request: Request, digest: Digest) -> list[Node]:
         if self.actor.chat is None and request.messages[-1].get("prefix"):
             raise Refusal(
                 "a model behind an API cannot continue the last message; end with a user's"
             )
-        keys = [key_of(message) for message in request.messages]
-        tools = tools_key(request.tools)
-        if self.actor.chat and self.longest(keys, tools)[0] is None:
-            with suppress(ValueError):  # talk() refuses the same messages.
-                await self.actor.chat.prepare(request.messages, request.tools)
-        parent, num_known = self.longest(keys, tools)
+        if self.actor.chat and self.longest(digest)[0] is None:
+            limit = self.actor.max_context_tokens - 1
+            try:
+                await self.actor.chat.prepare(request.messages, request.tools, limit)
+            except TooLongError as error:
+                self.is_truncated = True
+                text = f"{error}, which cannot fit into the context of {limit + 1} tokens"
+                raise Refusal(text, code="context_length_exceeded") from None
+            except ValueError as error:
+                raise Refusal(str(error)) from error
+        parent, num_known = self.longest(digest)
         new = request.messages[num_known:] if parent else []
         talks: list[Conversation] = []
         try:
             for _ in range(request.num_replies):
-                talks.append(self.talk(parent, request))
-            speaking = [self.speak(talk, parent, new, request, keys) for talk in talks]
+                talks.append(self.talk(parent, request, digest))
+            speaking = [self.speak(talk, parent, new, request, digest) for talk in talks]
             nodes = await wait_for_all(speaking)
         except Exception:
             self.forget(talks, parent)
@@ -215,29 +231,29 @@ class Tree:
                 code="max_turns_exceeded",
             )
 
-    def longest(self, keys: list[Key], tools: str) -> tuple[Node | None, int]:
+    def longest(self, digest: Digest) -> tuple[Node | None, int]:
         """(the turn whose history is the longest prefix of these messages or None, the number of
         messages in that prefix)."""
-        asked = [key for key in keys if key]
+        asked = [key for key in digest.keys if key]
         parent: Node | None = None
         length = 0
         for node in self.nodes:
+            if node.tools != digest.tools:
+                continue
             num = len(node.keys)
-            if length < num < len(asked) and node.tools == tools and asked[:num] == node.keys:
+            if length < num < len(asked) and asked[:num] == node.keys:
                 parent, length = node, num
         num_known = 0
         while length:
-            length -= bool(keys[num_known])
+            length -= bool(digest.keys[num_known])
             num_known += 1
         return parent, num_known
 
-    def talk(self, parent: Node | None, request: Request) -> Conversation:
+    def talk(self, parent: Node | None, request: Request, digest: Digest) -> Conversation:
         if parent is not None:
             return parent.continued()
-        # Seeds depend on the messages only, since concurrent requests come in any order.
-        asked = f"{crc32(json.dumps([request.messages, request.tools]).encode()):08x}"
-        self.num_begun[asked] += 1
-        label = f"{asked}-{self.num_begun[asked]}"
+        self.num_begun[digest.prompt] += 1
+        label = f"{digest.prompt}-{self.num_begun[digest.prompt]}"
         try:
             talk = self.actor.converse(request.messages, request.tools, label)
         except ValueError as error:
@@ -253,7 +269,7 @@ class Tree:
         parent: Node | None,
         new: Sequence[Message],
         request: Request,
-        keys: list[Key],
+        digest: Digest,
     ) -> Node:
         """Samples the actor's turn after `new`. Raises Refusal if the context is full or the chat
         template refuses the messages."""
@@ -277,9 +293,9 @@ class Tree:
                 code=code_of(talk),
             )
         reply = reply_of(talk, request)
-        keys = keys[:-1] if reply.prefix else keys
+        keys = digest.keys[:-1] if reply.prefix else digest.keys
         spoken = [key for key in [*keys, key_of(reply.message)] if key]
-        return Node(talk, talk.num_replies, reply, spoken, tools_key(talk.tools), parent)
+        return Node(talk, talk.num_replies, reply, spoken, digest.tools, parent)
 
     def cancel(self) -> None:
         """Cancels the running turns."""
@@ -310,19 +326,19 @@ def beginning(completion: Completion, num: int, text: str) -> Completion:
     )
 
 
-def tools_key(tools: list[JSONObject] | None) -> str:
-    return json.dumps(tools or None, sort_keys=True)
-
-
 def code_of(talk: Conversation) -> str:
     return "context_length_exceeded" if talk.room < 1 else "invalid_request_error"
 
 
-def request_key(request: Request) -> str:
-    """A digest, equal for a request and its retry."""
-    asked = replace(request, model="", is_retry=False, continues=None, is_kept=False)
+def digest_of(request: Request) -> Digest:
+    asked = replace(request, model="", is_retry=False, continues=None, is_kept=False, is_long=False)
     values = {each.name: getattr(asked, each.name) for each in fields(asked)}
-    return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+    return Digest(
+        request=sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest(),
+        prompt=f"{crc32(json.dumps([request.messages, request.tools]).encode()):08x}",
+        keys=[key_of(message) for message in request.messages],
+        tools=json.dumps(request.tools or None, sort_keys=True),
+    )
 
 
 def key_of(message: Message) -> Key:
