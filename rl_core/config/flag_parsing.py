@@ -178,7 +178,7 @@ def as_fields(text: str, sections: Collection[str] = ()) -> str:
     """
     text = text.replace("unknown flag ", "Config has no field ")
     text = text.replace("no flag has a similar name", "no field has a similar name")
-    text = text.replace("--help ", "rl-core train --help ")
+    text = re.sub("(?<!train )--help ", "rl-core train --help ", text)
     return QUOTED.sub(partial(as_field, sections), text)
 
 

@@ -234,7 +234,8 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
         printed = capsys.readouterr().out.splitlines()
         position = next(n for n, line in enumerate(printed) if line.startswith("done: "))
         assert re.fullmatch(rf"done: step {end} in \d+:\d\d:\d\d{since}", printed[position])
-        [score, look] = printed[position + 1 :]
+        [passed, score, look] = printed[position + 1 :]
+        assert re.fullmatch(r"  env/greedy_pass [\d.]+ -> [\d.]+", passed)
         assert re.fullmatch(r"  env/greedy_score [\d.]+ -> [\d.]+", score)
         assert look == f"  look at it: rl-core view {tmp_path / 'run'}"
 

@@ -16,7 +16,7 @@ from rl_core.plugin import RunState
 Row = Mapping[str, float | None]
 # The first pattern with a metric that was measured at least twice is printed.
 SCORES = (
-    r"eval/((?:[^/]+/)*(?:greedy_score|avg@\d+|pass@\d+|accuracy|loss))",
+    r"eval/((?:[^/]+/)*(?:greedy_score|greedy_pass|avg@\d+|pass@\d+|accuracy|loss))",
     r"rollout/([^/]+/reward)_mean|learn/([^/]+/teacher_kl_nats)",
     r"learn/([^/]+/(?:accuracy|loss))",
 )
@@ -68,7 +68,7 @@ def failed_note(curves: Mapping[str, Sequence[float]], name: str) -> str:
     """A note if episodes of the first or the last evaluation failed, since the scores then cover
     different tasks. "" for other metrics."""
     room, _, score = name.rpartition("/")
-    label = "greedy" if score == "greedy_score" else "sampled"
+    label = "greedy" if score.startswith("greedy") else "sampled"
     failed = curves.get(f"{room}/{label}_failed", (0.0,))
     if not failed[0] and not failed[-1]:
         return ""
