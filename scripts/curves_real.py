@@ -25,7 +25,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 COMMON = (
     "--tasks_per_step 8 --group_size 8 --optim.warmup_steps 3 --save_every 10 --keep_checkpoints 1"
 )
-FLAT = 0.05  # Two standard errors of a held-out mean over 100 tasks, about.
+FLAT = 0.05  # Two standard errors of a held-out mean over 64 tasks, about.
 RANDOM_REWARDS = """
 
 true_reward = reward(weight=0)(reward_fn)
@@ -47,7 +47,7 @@ class Curve:
     variables: dict[str, str] = field(default_factory=dict)  # What the environment reads.
 
 
-INSTRUCTIONS = "--max_prompt_tokens 128 --max_tokens 48 --num_steps 40 --eval_every 20 "
+INSTRUCTIONS = "--max_prompt_tokens 128 --max_tokens 48 --num_steps 40 --eval_every 40 "
 CURVES = {
     "instructions": Curve(env="instructions", flags=INSTRUCTIONS + "--optim.lr 2e-5"),
     "instructions_lora": Curve(
@@ -61,7 +61,7 @@ CURVES = {
     ),
     "arithmetic": Curve(
         env="word_problems",
-        flags="--max_prompt_tokens 160 --max_tokens 64 --num_steps 40 --eval_every 20 "
+        flags="--max_prompt_tokens 160 --max_tokens 64 --num_steps 40 --eval_every 40 "
         "--optim.lr 2e-5",
     ),
 }
@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("names", nargs="+", choices=CURVES, metavar="NAME", help=", ".join(CURVES))
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--num_eval", type=int, default=100, help="held-out tasks")
+    parser.add_argument("--num_eval", type=int, default=64, help="held-out tasks")
     args = parser.parse_args()
     path = ROOT / "runs/real/figures.json"
     results = json.loads(path.read_text()) if path.exists() else {}
