@@ -5,7 +5,7 @@ of a prompt's two rules that the reply follows.
     --max_prompt_tokens 128 --max_tokens 48 --optim.lr 1e-5 --out runs/instructions
 
 500 prompts to train, 200 held out with other topics, words and wordings of the same rules. A reply
-of fewer than five words earns 0. Learning of a pretrained model: docs/evidence/real.md.
+of fewer than three words earns 0. Learning of a pretrained model: docs/evidence/real.md.
 """
 
 import itertools
@@ -124,7 +124,7 @@ PAIRS = [
     *itertools.product(["sentences", "at_most"], ["first", "last"]),
     *itertools.product(["json"], ["include", "avoid"]),
 ]
-LEAST_WORDS = 5
+LEAST_WORDS = 3
 NUM_TASKS = {"train": 500, "eval": 200}
 
 

@@ -47,7 +47,7 @@ class Curve:
     variables: dict[str, str] = field(default_factory=dict)  # What the environment reads.
 
 
-INSTRUCTIONS = "--max_prompt_tokens 128 --max_tokens 48 --num_steps 40 --eval_every 40 "
+INSTRUCTIONS = "--max_prompt_tokens 128 --max_tokens 48 --num_steps 30 --eval_every 30 "
 CURVES = {
     "instructions": Curve(env="instructions", flags=INSTRUCTIONS + "--optim.lr 2e-5"),
     "instructions_lora": Curve(
@@ -61,7 +61,7 @@ CURVES = {
     ),
     "arithmetic": Curve(
         env="word_problems",
-        flags="--max_prompt_tokens 160 --max_tokens 64 --num_steps 40 --eval_every 40 "
+        flags="--max_prompt_tokens 160 --max_tokens 64 --num_steps 30 --eval_every 30 "
         "--optim.lr 2e-5",
     ),
 }
