@@ -65,6 +65,23 @@ def maze_solver(row):
     return ["d"] * down + ["r"] * right
 
 
+def instructed(row):
+    """A reply that follows both rules: a sentence, JSON or a list with what must occur."""
+    rules = {rule["rule"]: rule["argument"] for rule in row["rules"]}
+    words = [rules.get("first", "Bees"), *rules.get("include", []), "fly", "on"]
+    text = " ".join(words)
+    if "json" in rules:
+        return [json.dumps(dict.fromkeys(rules["json"], text))]
+    if "upper" in rules or "lower" in rules:
+        text = text.upper() if "upper" in rules else text.lower()
+    if "bullets" in rules:
+        return ["\n".join([f"- {text}"] * rules["bullets"])]
+    sentences = [f"{text}."] * rules.get("sentences", 1)
+    if "last" in rules:
+        sentences[rules.get("sentences", 2) - 1 :] = [rules["last"]]
+    return [" ".join(sentences)]
+
+
 # Environment -> (row -> replies that earn 1, replies that earn 0, tokens of a prompt).
 SOLVED = {
     "calculator": (
@@ -99,6 +116,11 @@ SOLVED = {
     ),
     "word_problems": (
         lambda row: [str(row["answer"])],
+        ["?"],
+        300,
+    ),
+    "instructions": (
+        instructed,
         ["?"],
         300,
     ),

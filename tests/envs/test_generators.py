@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections import Counter
 from fractions import Fraction
 
+import pytest
 import stage
 from kit import ROOT
+from test_each_env import instructed
 
 from rl_core.environments.env_file import load_env
 
@@ -69,3 +72,40 @@ def test_short_problems_come_first_and_then_those_that_are_solved_half_of_the_ti
     weight = env_of("word_problems").hooks["task_weight"].function
     assert weight(0.5, 0, 1) > weight(0.5, 0, 2) > weight(0.5, 0, 5) > 0
     assert weight(0.5, 3, 5) > weight(0.0, 3, 5) == weight(1.0, 3, 1) > 0
+
+
+INSTRUCTIONS = runpy.run_path(str(ROOT / "envs/instructions.py"))
+
+
+def test_each_instruction_can_be_followed_and_splits_share_no_wording():
+    texts = []
+    for split, number in (("train", 500), ("eval", 200)):
+        rows = INSTRUCTIONS["load_tasks"](split)
+        assert len(rows) == number
+        for row in rows:
+            assert INSTRUCTIONS["reward_fn"](*instructed(row), row["rules"]) == 1.0, row
+        texts.append({row["prompt"].split(". ")[1] for row in rows})
+    assert not texts[0] & texts[1]
+
+
+# (rule, argument, replies that follow it, replies that do not)
+FOLLOWED = [
+    ("sentences", 2, ["It is dark. Bees sleep!"], ["It is dark.", "It is dark. Bees", "A. B. C."]),
+    ("at_most", 4, ["one two, three four"], ["one two three four five"]),
+    ("bullets", 2, ["- one bee\n\n- two bees", "* a b\n* c d"], ["- a b c", "- a b\nc d\n- e f"]),
+    ("json", ["a", "b"], ['{"b": "one two", "a": 1}'], ['{"a": "x y z"}', "a b c", '["a", "b"]']),
+    ("json", ["a", "b"], [], ['```{"a": 1, "b": 2}```', '{"a": 1, "b": 2, "c": 3}', "[" * 9999]),
+    ("include", ["sun", "sea"], ["Sea and SUN"], ["seas and sun", "the sun shines"]),
+    ("avoid", "the", ["then we slept"], ["we saw The sea"]),
+    ("first", "Once", ["Once we slept", '"Once we slept"'], ["once we slept", "We once slept"]),
+    ("last", "That is all.", ["Bees. That is all."], ["Bees. That is all"]),
+    ("upper", "", ["BEES FLY, 2 HOURS"], ["BEES fly far"]),
+    ("lower", "", ["bees fly far."], ["Bees fly far."]),
+]
+
+
+@pytest.mark.parametrize("rule, argument, right, wrong", FOLLOWED)
+def test_a_rule_of_an_instruction_is_checked(rule, argument, right, wrong):
+    rules = [{"rule": rule, "argument": argument}]
+    rewards = [INSTRUCTIONS["reward_fn"](reply, rules) for reply in right + wrong]
+    assert rewards == [1.0] * len(right) + [0.0] * len(wrong)
