@@ -120,8 +120,9 @@ RULES = {
 # Two rules of a prompt never contradict each other.
 PAIRS = [
     *itertools.product(["sentences", "at_most", "bullets"], ["include", "avoid", "upper", "lower"]),
-    *itertools.product(["include", "avoid"], ["upper", "lower", "first", "last"]),
+    *itertools.product(["include", "avoid"], ["upper", "lower", "first"]),
     *itertools.product(["sentences", "at_most"], ["first", "last"]),
+    ("include", "last"),
     *itertools.product(["json"], ["include", "avoid"]),
 ]
 LEAST_WORDS = 3

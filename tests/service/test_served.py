@@ -498,6 +498,7 @@ ALIKE = dict.fromkeys(
         "calculator",
         "countdown",
         "maze",
+        "instructions",
         "openai_agent",
         "python_tool",
         "sort_digits",
