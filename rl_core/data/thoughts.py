@@ -50,6 +50,13 @@ def open_mark(prompt: str) -> str | None:
     return next((mark for mark in MARKS if prompt.endswith(mark)), None)
 
 
+def unclosed_mark(prompt: str, reply: str) -> str:
+    """The opening mark, as a line, of thoughts that `prompt` opens and `reply` does not close;
+    otherwise ""."""
+    mark = open_mark(prompt)
+    return f"{mark}\n" if mark and MARKS[mark] not in reply else ""
+
+
 def leading_thoughts(text: str, prompt: str = "") -> int:
     """Length of the thoughts at the start of a turn that follows `prompt`; the length of the turn
     if they are not closed."""

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from rl_core.data.chat import Chat, TokenStream, without_prefix
 from rl_core.data.messages import canonical_messages, canonical_tools, shorten
-from rl_core.data.thoughts import without_thoughts
+from rl_core.data.thoughts import unclosed_mark, without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
@@ -104,6 +104,7 @@ class Conversation:
         self.marks: list[tuple[int, TokenStream | None]] = []  # One entry after each reply.
         self.text = ""  # Text of the actor's last turn; "" if the context was full.
         self.prefix = ""  # Text of the message that the last turn continued.
+        self.opening = ""  # Mark of the thoughts, opened by the prompt, in which the turn was cut.
         if tools and speaker.chat:
             speaker.chat.tool_calls.check(tools, f"actor {speaker.name}")
         self.is_full = False  # True after messages that cannot fit; they were not encoded.
@@ -130,7 +131,7 @@ class Conversation:
     @property
     def answer(self) -> str:
         """The text without thoughts."""
-        return without_thoughts(self.text)
+        return without_thoughts(self.opening + self.text)
 
     @property
     def last_text(self) -> str:
@@ -225,8 +226,8 @@ class Conversation:
     def _read(self, completion: Completion) -> Message:
         """The turn as a message, with the text of a message that it continues."""
         self.history, self.prefix = without_prefix(self.history)
+        assert self.stream and self.speaker.chat
         if self.tools:
-            assert self.stream and self.speaker.chat
             read = self.speaker.chat.tool_calls.read
             self.calls, has_failed = read(
                 completion, self.num_replies, self.tools, self.stream.rendered
@@ -236,7 +237,11 @@ class Conversation:
             # read() strips the text before the calls.
             space = completion.text[: -len(completion.text.lstrip())]
             self.calls["content"] = self.prefix + space + self.calls["content"]
-        return self.calls or {"role": "assistant", "content": self.prefix + completion.text}
+        self.opening = ""
+        if completion.finish_reason == "length":
+            self.opening = unclosed_mark(self.stream.rendered, completion.text)
+        text = self.prefix + self.opening + completion.text
+        return self.calls or {"role": "assistant", "content": text}
 
     def take_back(self) -> None:
         """Drops messages after the last reply, such as those that the chat template refused."""
@@ -276,6 +281,8 @@ class Conversation:
         if branch.turns:
             branch.text = branch.turns[-1].completion.text
             branch.truncated = branch.turns[-1].completion.finish_reason == "length"
+        if num_replies < self.num_replies:
+            branch.opening = ""
         branch.num_replies = num_replies
         branch.is_busy = False
         return branch

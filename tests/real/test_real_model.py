@@ -1,7 +1,7 @@
 """A pretrained model: SmolLM2-135M-Instruct, or the folder that RL_CORE_REAL_MODEL names.
 
-    python scripts/make_real_model.py --out models/smollm2
-    RL_CORE_REAL_MODEL=models/smollm2 python -m pytest -q -n 0 --slow tests/real
+python scripts/make_real_model.py --out models/smollm2
+RL_CORE_REAL_MODEL=models/smollm2 python -m pytest -q -n 0 --slow tests/real
 """
 
 from __future__ import annotations

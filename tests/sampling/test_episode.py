@@ -101,6 +101,25 @@ def test_what_each_actor_sees_under_any_template(env_of, template, code, say, re
     assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in trajectories)
 
 
+OPENS_THOUGHTS = ALTERNATING.replace("'<|assistant|>\n'", "'<|assistant|>\n<think>\n'")
+
+
+@pytest.mark.parametrize(
+    "reply, max_tokens, seen",
+    [
+        ("so \\boxed{4} or 5?", 12, "<think>\nso \\boxed{4}"),
+        ("hm</think>4 and more", 11, "hm</think>4"),
+        ("so 4", 12, "so 4"),
+    ],
+)
+def test_a_reply_cut_in_thoughts_of_its_prompt_has_their_mark(env_of, reply, max_tokens, seen):
+    code = "def reward_fn(completion, messages): return 0.0"
+    actors = cast(template=OPENS_THOUGHTS, bob=reply)
+    [trajectory] = run(env_of(code), actors, max_tokens=max_tokens)
+    assert trajectory.messages[-1]["content"] == seen
+    assert trajectory.turns[0].completion.text == seen.removeprefix("<think>\n")
+
+
 # As strict as Mistral's: users and replies without calls alternate.
 STRICT = (
     "{%- set ns = namespace(n=0) -%}{%- for m in messages -%}"
