@@ -47,8 +47,8 @@ def words(reply):
 
 def sentences(reply):
     """Sentences of a reply that ends with one, otherwise none."""
-    found = re.findall(r"[^.!?]+[.!?]+[\"')]*", reply)
-    return found if "".join(found).strip() == reply else []
+    parts = re.findall(r"[^.!?]+[.!?]+[\"')]*", reply)
+    return parts if "".join(parts).strip() == reply else []
 
 
 def is_object(reply, keys):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from script_tools import make_parser
 
+from rl_core.data.pretrained import from_config, load_pretrained
+
 
 def make_real_model(out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
@@ -38,15 +40,15 @@ def convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    folder, name = str(gguf.parent), gguf.name
+    loaded = load_pretrained(AutoModelForCausalLM, folder, gguf_file=name, dtype=torch.float32)
     # transformers refuses to save a model that was loaded from GGUF.
     loaded.config.__dict__.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(loaded.config)
+    model = from_config(AutoModelForCausalLM, loaded.config)
     model.load_state_dict({name: weight.float() for name, weight in loaded.state_dict().items()})
     model.generation_config = loaded.generation_config
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    load_pretrained(AutoTokenizer, folder, gguf_file=name).save_pretrained(out)
 
 
 def main() -> None:
