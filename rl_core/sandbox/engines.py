@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rl_core.errors import keep_ends
-
 ENGINES = ("docker", "podman")
 OWNER = "rl_core.owner"  # label: HOST PID START of the process that asked for the container
 CONFINED = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
@@ -61,7 +59,7 @@ def ask_engine(engine: str, args: list[str], timeout_s: float = ENGINE_S) -> str
         check=False,
     )
     if done.returncode:
-        raise OSError(keep_ends(" ".join(done.stderr.split()), 300))
+        raise OSError(" ".join(done.stderr.split())[-300:])
     return done.stdout
 
 
