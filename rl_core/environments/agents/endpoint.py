@@ -422,8 +422,8 @@ class EndpointServer:
         """Returns work(*args), called in the thread if it takes long."""
         if not is_long:
             return work(*args)
-        run, loop = contextvars.copy_context().run, asyncio.get_running_loop()
-        return await loop.run_in_executor(self.reader, run, work, *args)
+        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+        return await loop.run_in_executor(self.reader, lambda: context.run(work, *args))
 
     async def send_stream(
         self,
