@@ -202,10 +202,19 @@ def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsy
     assert f"warning: {folder}: 6 of 7 tasks are left out: 2 with Windows (of which the " in stderr
     assert "first is task1), 1 with a GPU (task2), 1 with a Dockerfile that needs" in stderr
     assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in stderr
+    # Each is named once, with its reason.
+    errors = ["os = 'windows'; ", "needs a GPU", "FROM a: ", "line 1", "needs tests/test.sh", "os = "]
+    for number, error in enumerate(errors, 1):
+        assert len(re.findall(rf"^{folder}/task{number}\b.*{error}", stderr, re.MULTILINE)) == 1
     assert task_rows(folder) and not capsys.readouterr().err
     shutil.rmtree(folder / "task0")
-    with pytest.raises(ValueError, match=r"none of 6 tasks can be played: 2 with Windows .*boxes "):
+    with pytest.raises(ValueError, match=r"none of 6 tasks can be played: 2 with Windows ") as told:
         task_rows(folder)
+    assert {f"task{number}" for number in range(1, 7)} == {*re.findall(r"task\d", str(told.value))}
+    with monkeypatch.context() as few:
+        few.setattr(harbor_tasks, "MAX_ERRORS", 5)
+        with pytest.raises(ValueError, match=r"\nand 1 more$"):
+            task_rows(folder)
 
 
 def test_tasks_that_need_a_network_are_counted_or_end_the_run(make, capsys, monkeypatch, tmp_path):
@@ -1086,7 +1095,7 @@ def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_
     with open(tmp_path / "lock", "w") as theirs, open(tmp_path / "lock", "w") as ours:
         fcntl.flock(theirs, fcntl.LOCK_EX)
         with pytest.raises(
-            RuntimeError, match=r"has held .*/lock for 0.3 s to build image:1; end "
+            RuntimeError, match=r"/lock has been locked for 0.3 s to build image:1, by "
         ):
             dockerfile.lock_within(0.3, ours, "image:1")
         threading.Timer(0.3, fcntl.flock, (theirs, fcntl.LOCK_UN)).start()

@@ -34,6 +34,7 @@ HOST = "reaches this machine"
     [
         (IN_DB + "privileged: true", rf"services\.db\.privileged: True {HOST}"),
         (IN_DB + "network_mode: host", rf"services\.db\.network_mode: 'host' {HOST}"),
+        (IN_DB + "network_mode: none", "'none': services of a box share one network; set it on"),
         (IN_DB + "network_mode: container:x", rf"'container:x' {HOST}"),
         (IN_DB + "pid: host", rf"services\.db\.pid: 'host' {HOST}"),
         (IN_DB + "devices: [/dev/kvm]", rf"services\.db\.devices: .*{HOST}"),
@@ -123,6 +124,52 @@ main:
   working_dir: /app
   volumes: ["${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}", "./inside:/srv/file:ro"]
 """
+
+
+# The compose files that Harbor's and Terminal-Bench's tasks are published with.
+HARBOR = """\
+main:
+  build: { context: "${CONTEXT_DIR}" }
+  image: ${MAIN_IMAGE_NAME}
+  command: [ "sh", "-c", "sleep infinity" ]
+  network_mode: ${NETWORK_MODE:-bridge}
+  environment: [ "TEST_DIR=${TEST_DIR}" ]
+  volumes:
+    - ${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}
+    - ${HOST_AGENT_LOGS_PATH}:${ENV_AGENT_LOGS_PATH}
+  deploy: { resources: { limits: { cpus: "${CPUS}", memory: "${MEMORY}" } } }
+"""
+TERMINAL_BENCH = """\
+main:
+  build:
+    context: .
+    dockerfile: Dockerfile
+  image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}
+  container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}
+  command: [ "sh", "-c", "sleep infinity" ]
+  environment:
+    - TEST_DIR=${T_BENCH_TEST_DIR}
+  volumes:
+    - ${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}
+    - ${T_BENCH_TASK_AGENT_LOGS_PATH}:${T_BENCH_CONTAINER_AGENT_LOGS_PATH}
+"""
+
+
+@pytest.mark.parametrize(
+    "services, has_network",
+    [
+        (HARBOR, True),
+        (HARBOR.replace("${NETWORK_MODE:-bridge}", "none"), False),
+        (HARBOR.replace("NETWORK_MODE:-bridge", "NETWORK_MODE:-none"), False),
+        (TERMINAL_BENCH, True),
+    ],
+)
+def test_published_compose_files_are_read(tmp_path, services, has_network):
+    task = read_task(composed(tmp_path, services))
+    main = task.composition.main
+    assert (main.environ, main.binds, main.image) == ({"TEST_DIR": "/tests"}, {}, "")
+    assert not task.composition.builds and not task.composition.sidecars
+    assert (task.allows_network, task.verifiers_have_network) == (has_network, has_network)
 
 
 @needs_bwrap

@@ -20,6 +20,16 @@ MAIN = "main"
 MAX_BYTES, MAX_VALUES = 1 << 16, 10_000  # Aliases can make a small file very large.
 MAX_SERVICES = 16
 HOST_LOGS = "@logs"  # Source of Harbor's folders for logs, which a box has without a mount.
+TERMINAL_BENCH = {  # Values of its variables T_BENCH_*.
+    "TEST_DIR": "/tests",
+    "TASK_LOGS_PATH": HOST_LOGS,
+    "TASK_AGENT_LOGS_PATH": HOST_LOGS,
+    "CONTAINER_LOGS_PATH": "/logs",
+    "CONTAINER_AGENT_LOGS_PATH": "/agent-logs",
+    "TASK_DOCKER_CLIENT_IMAGE_NAME": "",
+    "TASK_DOCKER_CLIENT_CONTAINER_NAME": MAIN,
+    "TASK_DOCKER_NAME_PREFIX": "task",
+}
 VARIABLE = re.compile(r"\$(?:(\$)|(\w+)|\{(\w+)(?:(:?[-?+])([^}]*))?\})")
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 IDLE = re.compile(r"(?:(?:/bin/)?(?:ba)?sh -l?c )?(?:sleep infinity|tail -f /dev/null)")
@@ -50,6 +60,7 @@ class Composition:
     main: Sidecar
     sidecars: list[Sidecar]  # In the order of their start.
     builds: dict[str, ComposeBuild]  # By service. Other services name an image.
+    network: bool = True  # False if `main` has network_mode: none.
 
 
 def read_compose(file: Path, variables: Mapping[str, str]) -> Composition:
@@ -66,9 +77,10 @@ def read_compose(file: Path, variables: Mapping[str, str]) -> Composition:
 
 
 def harbor_variables(file: Path) -> dict[str, str]:
-    """Variables that Harbor sets for a compose file."""
+    """Variables that Harbor sets for a compose file, and those of Terminal-Bench before it."""
     variables = {"MAIN_IMAGE_NAME": "", "CONTEXT_DIR": str(file.parent.resolve())}
-    variables |= {"CPUS": "1", "MEMORY": "2G"}
+    variables |= {"CPUS": "1", "MEMORY": "2G", "TEST_DIR": "/tests"}
+    variables |= {f"T_BENCH_{name}": value for name, value in TERMINAL_BENCH.items()}
     for name, path in {"VERIFIER_LOGS": "verifier", "AGENT_LOGS": "agent"}.items():
         variables |= {f"HOST_{name}_PATH": HOST_LOGS, f"ENV_{name}_PATH": f"/logs/{path}"}
     return variables | {"HOST_ARTIFACTS_PATH": HOST_LOGS, "ENV_ARTIFACTS_PATH": "/logs/artifacts"}
@@ -116,6 +128,7 @@ class ComposeReader:
         self.ports: dict[str, str] = {}  # Port -> service that listens there.
         self.volumes: dict[str, str] = {}  # Volume -> service that uses it.
         self.builds: dict[str, ComposeBuild] = {}
+        self.network = True
 
     def read(self, values: JSON) -> Composition:
         top = as_table(values, "the file")
@@ -149,7 +162,7 @@ class ComposeReader:
         sidecars = in_order(main, read)
         if sidecars:
             sidecars[0].host_names += main.host_names
-        return Composition(main=main, sidecars=sidecars, builds=self.builds)
+        return Composition(main=main, sidecars=sidecars, builds=self.builds, network=self.network)
 
     def check_networks(self, networks: JSONObject) -> None:
         for name, network in networks.items():
@@ -322,7 +335,11 @@ class ComposeReader:
         mode = as_text(value)
         if mode == "host" or mode.startswith("container:"):
             raise ValueError(f"{mode!r} {HOST}")
-        if mode != "bridge" and not mode.startswith("service:"):
+        if mode == "none":
+            if sidecar.name != MAIN:
+                raise ValueError(f"'none': services of a box share one network; set it on {MAIN}")
+            self.network = False
+        elif mode != "bridge" and not mode.startswith("service:"):
             raise ValueError(f"{mode!r} is not supported; leave it out")
 
     def read_cap_add(self, sidecar: Sidecar, value: JSON) -> None:

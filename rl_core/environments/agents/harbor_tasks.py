@@ -34,6 +34,7 @@ UNITS_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 # A value of an `env` section that names a variable, with its default if there is one.
 VARIABLE = re.compile(r"\$\{([^}:-]+)(?::?-(.*))?\}", re.DOTALL)
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml")
+MAX_ERRORS = 50  # Refused tasks of a folder that are named with their errors.
 # Keys of task.toml in the published schema 1.4 and before, by section; "" is the top level.
 NETWORK = "network_mode allowed_hosts"
 KEYS = {
@@ -173,11 +174,17 @@ class HarborTask:
         """True if agents may have a network. One box serves all steps."""
         environment = self.environment
         modes = {step.agent.network_mode or environment.network_mode for step in self.steps}
-        return "no-network" not in modes and environment.allow_internet is not False
+        is_allowed = "no-network" not in modes and environment.allow_internet is not False
+        return is_allowed and self.box_has_network
 
     @property
     def verifiers_have_network(self) -> bool:
-        return all(step.verifier.network_mode != "no-network" for step in self.steps)
+        modes = {step.verifier.network_mode for step in self.steps}
+        return "no-network" not in modes and self.box_has_network
+
+    @property
+    def box_has_network(self) -> bool:
+        return self.composition is None or self.composition.network
 
     @property
     def limits(self) -> BoxLimits:
@@ -467,22 +474,19 @@ def is_one_host() -> bool:
 
 def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> list[Row]:
     """A row for each task of a folder of tasks, or of a task's folder, by name. Tasks that cannot
-    be played are left out, and counted by reason in a warning. `networks`: phases that have one.
-    Raises TaskRefused if none can be played, ValueError if no mirror of packages answers to tasks
-    that need one."""
+    be played are left out, and named with their reasons in one warning. `networks`: phases that
+    have one. Raises TaskRefused if none can be played, ValueError if no mirror of packages answers
+    to tasks that need one."""
     tasks, refused = read_tasks(folder, networks)
+    num_refused, errors = sum(map(len, refused.values())), errors_of(refused)
     if refused and not tasks:
-        text = next(iter(refused.values()))[0][1]
-        total = sum(map(len, refused.values()))
-        if total > 1:
-            text = f"{folder}: none of {total} tasks can be played: {counted(refused)}. {text}"
-        raise TaskRefused(text, next(iter(refused)))
+        if num_refused > 1:
+            counts = f"{folder}: none of {num_refused} tasks can be played: {counted(refused)}"
+            errors.insert(0, counts)
+        raise TaskRefused("\n".join(errors), next(iter(refused)))
     if refused:
-        left_out = sum(map(len, refused.values()))
-        warn_once(
-            f"{folder}: {left_out} of {left_out + len(tasks)} tasks are left out: "
-            f"{counted(refused)}"
-        )
+        counts = f"{num_refused} of {num_refused + len(tasks)} tasks are left out"
+        warn_once("\n".join([f"{folder}: {counts}: {counted(refused)}", *errors]))
     rows = []
     for task in tasks:
         row = {"name": task.folder.name, "prompt": task.steps[0].instruction}
@@ -526,6 +530,14 @@ def read_tasks(
             "these tasks out by --agents.build_network false --agents.verify_network false"
         )
     return tasks, refused
+
+
+def errors_of(refused: Refused) -> list[str]:
+    """A line for each task, by reason. Each error begins with its task's folder."""
+    lines = [" ".join(error.split()) for tasks in refused.values() for _, error in tasks]
+    if len(lines) > MAX_ERRORS:
+        lines[MAX_ERRORS:] = [f"and {len(lines) - MAX_ERRORS} more"]
+    return lines
 
 
 def counted(refused: Refused) -> str:
