@@ -37,7 +37,7 @@ from rl_core.sandbox.isolation import NOBODY
 NOTE_S, LOCK_POLL_S = 10.0, 0.2
 BASE_S = 1800.0  # Fetching and unpacking a distribution has this deadline.
 TOOLS = "/var/cache/rl_core"  # caches of installers in a box
-VERSION = 1  # Raise when bases are made in another way.
+VERSION = 2  # Raise when bases are made in another way.
 PROBE_S = 5.0  # A mirror that gives no answer within this time is not reachable.
 PYPI = "https://pypi.org/simple"
 # A base without one of these was not made to its end, or is being removed.
@@ -56,6 +56,7 @@ NODES = {"12": "bullseye", "18": "bookworm", "20": "trixie"}
 # Terminal-Bench's base images: a release with a terminal multiplexer and a recorder.
 TERMINAL_BENCH = r"(?:ghcr\.io/)?laude-institute/t-bench/(ubuntu|python|debian)-([\d-]+)"
 COMPILERS = ("build-essential", "curl", "wget", "git", "procps", "file", "unzip")
+COMPILERS += ("gnupg", "netbase", "openssh-client", "xz-utils")
 # The archive's keys, which Debian has no package for.
 UBUNTU_KEYS = "pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
 UBUNTU_KEYS_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
@@ -131,7 +132,10 @@ def language_base(name: str, tag: str, image: str) -> Base:
             f"FROM {image}: no packages stand for this image; {name} has packages for "
             f"{', '.join(versions)}"
         )
-    packages = {"python": ("python3", "python3-pip", "python3-venv"), "node": ("nodejs", "npm")}
+    packages = {
+        "python": ("python3", "python3-pip", "python3-venv", "netbase"),
+        "node": ("nodejs", "npm"),
+    }
     more = () if "slim" in tag else COMPILERS
     if name == "python" and more:
         more = (*COMPILERS, "python3-dev")
@@ -241,7 +245,8 @@ def unpack_base(base: Base, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="rl_core_base_") as scratch:
         os.chmod(scratch, 0o755)  # apt reads keys as a user without rights.
         tar = f"{scratch}/base.tar"
-        line = [tool, "--variant=apt", f"--include={packages}"]
+        # Docker's images of Debian and Ubuntu have the packages of this variant.
+        line = [tool, "--variant=minbase", f"--include={packages}"]
         mirror = DEBIAN
         if base.is_ubuntu:
             line += ["--components=main,universe", f"--keyring={ubuntu_keys(Path(scratch))}"]

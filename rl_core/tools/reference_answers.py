@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from rl_core.data.episodes import WROTE, episode_rewards, failure_reason
-from rl_core.errors import printable
+from rl_core.errors import keep_ends, printable
 from rl_core.sampling.hooks import HookError, finite_parts
 from rl_core.sandbox.boxes import NO_SANDBOX
 
@@ -99,7 +99,7 @@ class Table:
             lines.append(f"{name.replace('_', ' '):<26} {number:>6}")
             reasons = shown.get(name, {})
             for reason, tasks in sorted(reasons.items(), key=lambda item: -len(item[1])):
-                first = f"{reason[:MAX_REASON]} (the first: {tasks[0]})"
+                first = f"{keep_ends(reason, MAX_REASON)} (the first: {tasks[0]})"
                 lines.append(f"  {len(tasks):>6} {printable(first)}")
         return [*lines, f"{'seconds':<26} {self.seconds:>6.1f}", summary(self.verdicts)]
 
@@ -180,7 +180,7 @@ def described(verdict: Verdict, width: int) -> str:
     oracle, nothing = scores
     oracle = oracle if verdict.has_solution else "none"
     line = f"{verdict.task:<{width}} {oracle:>8} {nothing:>8} {verdict.seconds:>8.1f}"
-    return f"{line}  {printable(verdict.fault[:MAX_REASON])}".rstrip()
+    return f"{line}  {printable(keep_ends(verdict.fault, MAX_REASON))}".rstrip()
 
 
 def shown_log(log: str) -> str:

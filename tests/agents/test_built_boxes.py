@@ -110,6 +110,9 @@ def test_cheats_in_a_built_box_earn_nothing(task, command):
     "command, code",
     [
         ("tree --version && id player && test -s /made/when", 0),
+        # The image debian:12 has the former and not the latter.
+        ("for name in useradd mount umount mkfs.ext4; do command -v $name || exit 1; done", 0),
+        ("command -v ps || command -v curl", 1),
         ("touch /usr/x || touch /etc/x || touch /var/cache/rl_core/x || touch /opt/tools/bin/x", 1),
         ("python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 3)'", 1),
         ("touch /app/x /opt/x /srv/x /home/player/x /root/x /tmp/x", 0),

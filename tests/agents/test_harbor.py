@@ -25,7 +25,7 @@ from rl_core.data.tasks import make_task
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import plain_chat
 from rl_core.environments.agents import dockerfile, harbor, harbor_tasks
-from rl_core.environments.agents.dockerfile import digest_of, read_instructions
+from rl_core.environments.agents.dockerfile import digest_of, entrypoint_of, read_instructions
 from rl_core.environments.agents.harbor import TaskBoxes, read_score
 from rl_core.environments.agents.harbor_tasks import (
     check_driver,
@@ -45,6 +45,7 @@ from rl_core.tasks.sources import load_other
 from rl_core.tools import show
 from rl_core.tools.check import play
 from rl_core.tools.cli import main
+from rl_core.tools.reference_answers import Table, Verdict, described
 
 needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
 TOML = 'version = "1.0"\n[environment]\nmemory = "1G"\nstorage_mb = 64\n'
@@ -98,7 +99,7 @@ def episode(folder, *replies, env=None):
     env = env or load_env(str(ROOT / "envs/harbor.py"))
     [row] = task_rows(folder)
     task = make_task(row, 0, env.name, "train")
-    playing = play(env, plain_chat(ToolCalls), task, ["policy"], list(replies))
+    playing = play(env, plain_chat(ToolCalls), task, {"policy": list(replies)})
     [trajectory] = run_hooks(playing)
     return trajectory
 
@@ -203,7 +204,7 @@ def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsy
     assert "first is task1), 1 with a GPU (task2), 1 with a Dockerfile that needs" in stderr
     assert "1 with a file that cannot be read (task4), 1 with no tests/test.sh (task5)" in stderr
     # Each is named once, with its reason.
-    errors = ["os = 'windows'; ", "needs a GPU", "FROM a: ", "line 1", "needs tests/test.sh", "os = "]
+    errors = ["os = 'windows'", "needs a GPU", "FROM a: ", "task.toml: ", "tests/test.sh", "os = "]
     for number, error in enumerate(errors, 1):
         assert len(re.findall(rf"^{folder}/task{number}\b.*{error}", stderr, re.MULTILINE)) == 1
     assert task_rows(folder) and not capsys.readouterr().err
@@ -462,6 +463,47 @@ def test_instructions_that_need_an_image_are_refused(tmp_path, line, error):
     file.write_text(f"{line}\n")
     with pytest.raises(ValueError, match=f"Dockerfile(:1)?: .*{error}"):
         read_instructions(file)
+
+
+def test_an_image_that_cannot_be_had_names_the_way_out(make):
+    folder = make(toml=f'{TOML}docker_image = "registry.invalid/a:1"\n')
+    with pytest.raises(RuntimeError, match="a Dockerfile too: set HARBOR_DRIVER=bubblewrap, or "):
+        asyncio.run(TaskBoxes().open(str(folder)).__aenter__())
+
+
+ENTRYPOINT = """\
+#!/bin/sh
+echo $PLACE $1 $2 > /app/began
+sleep 987 > /dev/null 2>&1 &
+"""
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "line, last, wrote, warning",
+    [
+        ('ENTRYPOINT ["/app/enter", "a"]', 'shift; exec "$@"', "here a /bin/sh\n", ""),
+        ('ENTRYPOINT ["/app/enter", "a"]', "", "here a /bin/sh\n", ""),
+        (
+            "ENTRYPOINT . /app/enter",
+            'echo "$0"; exec $0 "$@"',
+            'here -c : > "$0"; exec sleep infinity\n',
+            "",
+        ),
+        ('ENTRYPOINT ["/app/enter"]', "echo no; exit 3", "here /bin/sh -c\n", "code 3: no; "),
+        ('ENTRYPOINT ["false"]\nENTRYPOINT []', "", "", ""),
+    ],
+)
+def test_an_entrypoint_is_run_before_the_agent(make, capsys, line, last, wrote, warning):
+    staged = make(dockerfile=f"FROM a\n{line}\nFROM b\n") / "environment/Dockerfile"
+    assert entrypoint_of(staged) == []
+    lines = f"FROM a\nENV PLACE=here\nCOPY --chmod=755 enter /app/enter\n{line}\n"
+    folder = make(dockerfile=lines, more={"environment/enter": ENTRYPOINT + last})
+    running = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o '[s]leep 987' | wc -l"
+    done = in_box(folder, f"cat /app/began; {running}")
+    assert done.stdout == f"{wrote}{1 if wrote else 0}\n"
+    stderr = capsys.readouterr().err
+    assert warning in stderr and bool(stderr) == bool(warning), stderr
 
 
 @needs_bwrap
@@ -1089,6 +1131,13 @@ def test_one_bad_task_among_good_ones_fails_the_check(make, fault):
     assert main(command) == 0
     make(**fault)
     assert main(command) == 1
+
+
+def test_a_long_reason_keeps_the_exception_at_its_end():
+    error = f"the build failed: {'line ' * 200}KeyError: 'x'"
+    verdict = Verdict(task="a", oracle=None, nothing=None, seconds=0.0, error=error)
+    for line in (described(verdict, 1), "\n".join(Table(verdicts=[verdict]).lines())):
+        assert re.search(r"the build failed: .* \.\.\. .*KeyError: 'x'", line)
 
 
 def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_path):

@@ -99,6 +99,19 @@ def joined_lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
         yield first, begun, []
 
 
+def entrypoint_of(path: Path) -> list[str]:
+    """The command of ENTRYPOINT in a Dockerfile's last stage; [] if that has none."""
+    command: list[str] = []
+    for _, line, _ in joined_lines(path.read_text(encoding="utf-8")):
+        name, _, text = line.partition(" ")
+        if name.upper() == "FROM":
+            command = []
+        elif name.upper() == "ENTRYPOINT":
+            text = text.strip()
+            command = json.loads(text) if text.startswith("[") else ["/bin/sh", "-c", text]
+    return command
+
+
 def read_document(lines: Iterator[tuple[int, str]], end: str) -> str:
     document = []
     for _, line in lines:

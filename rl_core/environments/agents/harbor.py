@@ -16,7 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from rl_core.data.episodes import WROTE, failure_reason
-from rl_core.environments.agents.dockerfile import Build, build_image, read_instructions
+from rl_core.environments.agents.dockerfile import (
+    Build,
+    build_image,
+    entrypoint_of,
+    read_instructions,
+)
 from rl_core.environments.agents.harbor_compose import MAIN, ComposeBuild
 from rl_core.environments.agents.harbor_tasks import (
     NETWORKS,
@@ -28,6 +33,7 @@ from rl_core.environments.agents.harbor_tasks import (
     network_needed,
     read_task,
     remote_image,
+    warn_once,
 )
 from rl_core.environments.agents.image_root import (
     Image,
@@ -68,6 +74,14 @@ READ_ONLY = "Read-only file system"  # The kernel's text for EROFS.
 IN_HOME = re.compile(
     r"""(?:~/|\$HOME/|\$\{HOME\}/|home\(\)\s*/\s*["']|~["']\)\s*[,/]\s*["'])(\w[\w.-]*)"""
 )
+# Starts a command with a shell that sleeps as its arguments, as Harbor does. Waits at most 10 s
+# until the shell runs; the exit code is the command's if it ends before.
+ENTER = """log=$(mktemp); begun=$log.begun
+setsid "$@" /bin/sh -c ': > "$0"; exec sleep infinity' "$begun" > "$log" 2>&1 < /dev/null &
+n=0; code=0
+while [ ! -e "$begun" ] && kill -0 $! 2>/dev/null && [ $((n += 1)) -le 100 ]; do sleep 0.1; done
+[ -e "$begun" ] || kill -0 $! 2>/dev/null || { wait $!; code=$?; }
+tail -n 1 "$log"; rm -f "$log" "$begun"; exit $code"""
 # Prints the text files next to the reward, such as pytest.log.
 LOG_FILES = f"""for file in {LOGS}/verifier/*; do case $file in
 */reward.*|*.json|*.xml) ;;
@@ -126,6 +140,18 @@ class TaskBox:
     async def exec(self, command: str | Sequence[str], timeout_s: float) -> boxes.ExecResult:
         """Runs a command in the box, in the task's working folder and with its variables."""
         return await self.box.exec(command, timeout_s=timeout_s, environ=self.environ, cwd=self.cwd)
+
+    async def enter(self) -> None:
+        """Runs the Dockerfile's ENTRYPOINT, whose processes stay until test.sh. Warns once if it
+        fails."""
+        if not (command := entrypoint_of(self.task.dockerfile)):
+            return
+        done = await self.exec(["/bin/sh", "-c", ENTER, "sh", *command], timeout_s=60.0)
+        if done.code:
+            warn_once(
+                f"{self.task.dockerfile}: ENTRYPOINT {shlex.join(command)} {ended(done)}: "
+                f'{done.stdout.strip()[-200:]}; it must end by exec "$@"'
+            )
 
     async def steps(self) -> AsyncIterator[HarborStep]:
         """Prepares and gives each step, for an agent and then verify(), until a step ends the
@@ -525,16 +551,24 @@ class TaskBoxes:
             workdir = workdir or image.cwd
             layers, protected = tuple(image.layers), tuple(image.protected)
             root = Root(layers=layers, protected=protected, workdir=workdir)
-        box = await boxes.open(
-            {},
-            driver=driver,
-            image=name,
-            limits=task.limits,
-            network=self.network and task.allows_network,
-            binds=main.binds | dict(binds or {}),
-            root=root,
-            sidecars=sidecars,
-        )
+        try:
+            box = await boxes.open(
+                {},
+                driver=driver,
+                image=name,
+                limits=task.limits,
+                network=self.network and task.allows_network,
+                binds=main.binds | dict(binds or {}),
+                root=root,
+                sidecars=sidecars,
+            )
+        except RuntimeError as error:
+            if not task.environment.docker_image or not task.dockerfile.is_file():
+                raise
+            raise RuntimeError(
+                f"{error}; the task has a Dockerfile too: set HARBOR_DRIVER=bubblewrap, or remove "
+                "docker_image from task.toml, to build it"
+            ) from error
         async with box:
             environ = main.environ | task.environment.env
             is_built = driver not in REMOTE_DRIVERS or task.environment.docker_image
@@ -558,6 +592,9 @@ class TaskBoxes:
             )
             if image is None and not name:
                 opened.programs = await opened.hash_programs()
+            is_built_elsewhere = task.composition and MAIN in task.composition.builds
+            if main.entrypoint is None and task.dockerfile.is_file() and not is_built_elsewhere:
+                await opened.enter()
             for check in (task.environment.healthcheck, main.check):
                 if not await is_healthy(check, opened.exec):
                     raise RuntimeError(f"{task.folder}: the box's healthcheck failed")
