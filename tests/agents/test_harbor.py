@@ -209,9 +209,13 @@ def test_tasks_that_cannot_be_played_are_counted_and_the_others_stay(make, capsy
         assert len(re.findall(rf"^{folder}/task{number}\b.*{error}", stderr, re.MULTILINE)) == 1
     assert task_rows(folder) and not capsys.readouterr().err
     shutil.rmtree(folder / "task0")
-    with pytest.raises(ValueError, match=r"none of 6 tasks can be played: 2 with Windows ") as told:
+    with pytest.raises(
+        ValueError, match=r"none of 6 tasks can be played: 2 with Windows "
+    ) as raised:
         task_rows(folder)
-    assert {f"task{number}" for number in range(1, 7)} == {*re.findall(r"task\d", str(told.value))}
+    assert {f"task{number}" for number in range(1, 7)} == {
+        *re.findall(r"task\d", str(raised.value))
+    }
     with monkeypatch.context() as few:
         few.setattr(harbor_tasks, "MAX_ERRORS", 5)
         with pytest.raises(ValueError, match=r"\nand 1 more$"):
