@@ -12,6 +12,7 @@ takes milliseconds. An answer that cannot be parsed equals only the same text.
 from __future__ import annotations
 
 import cmath
+import itertools
 import json
 import math
 import re
@@ -131,7 +132,9 @@ def final_answer(text: str) -> str:
     )
     if end < 0:
         return last_expression(text)
-    for match in re.finditer(r"(?i)\banswer(?:\s+is)?[*_\s]*:[*_\s]*", text[end:][-MAX_CHARS:]):
+    for match in re.finditer(
+        r"(?i)(?:\banswer(?:\s+is)?|答案[是为為]?)[*_\s]*[:：][*_\s]*", text[end:][-MAX_CHARS:]
+    ):
         rest = text[end:][-MAX_CHARS:][match.end() :].partition("\n")[0]
         answer = stated(rest) or answer
     return answer
@@ -211,6 +214,7 @@ def last_line(text: str) -> tuple[str, int]:
     return "", -1
 
 
+OPERATORS = {"+", "-", "−", "–", "*", "/", "·", "⋅", "×", "÷"}
 FORMULA = (
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|"
     r"(?<![\\\d$])\$(?!\s)((?:\\\$|[^\n$])+?)(?<![\\\s])\$"
@@ -222,7 +226,8 @@ def last_expression(text: str) -> str:
     """The first formula or number after the last "answer is" or "answer:", else a last line that is
     an option or a verdict, else the last formula or number, else a text of few words."""
     text = text[-MAX_CHARS:]
-    for match in reversed([*re.finditer(r"(?i)answer(?:\s+is|\s*:)[:\s*]*", text)]):
+    marks = r"(?i)(?:answer(?:\s+is|\s*[:：])|答案(?:[是为為]|\s*[:：]))[:：\s*]*"
+    for match in reversed([*re.finditer(marks, text)]):
         if answer := stated(text[match.end() :].partition("\n")[0]):
             return answer
     line = re.sub(r"\*\*|__", "", text).strip().rpartition("\n")[2].strip()
@@ -236,14 +241,30 @@ def last_expression(text: str) -> str:
 def stated(rest: str) -> str:
     """The option, formula, number or verdict that a line begins with or has first; "" if none."""
     rest = re.sub(r"\*\*|__", "", rest).strip()
-    if choice := re.match(r"\(?([A-Z])\)?[.]*(?:\s|$)", rest):
+    if choice := re.match(r"\(?([A-Z])\)?[.。]*(?:\s|$)", rest):
         return choice[1]
     if option(rest):
         return rest
     if spans := expressions(rest):
-        return min(spans)[2]
+        return worked_out(rest, sorted(spans))
     verdict = re.match(VERDICT, rest)
     return verdict[0] if verdict else ""
+
+
+def worked_out(text: str, spans: list[tuple[int, int, str]]) -> str:
+    """The first expression; in a calculation such as 256 + 37 = 293, its result: the last side that
+    is one expression."""
+    sides = [[spans[0]]]
+    for before, span in itertools.pairwise(spans):
+        gap = text[before[1] : span[0]].strip(" ()")
+        if gap == "=":
+            sides.append([span])
+        elif gap in OPERATORS or (not gap and span[2][0] in "-−–"):
+            sides[-1].append(span)
+        else:
+            break
+    results = [side[0][2] for side in sides if len(side) == 1]
+    return results[-1] if results else spans[0][2]
 
 
 def expressions(text: str) -> list[tuple[int, int, str]]:
