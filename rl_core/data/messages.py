@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from rl_core.data.images import image_part, is_image_part, is_picture
 from rl_core.data.thoughts import MARKS, leading_thoughts
-from rl_core.data.tool_schemas import with_schema
+from rl_core.data.tool_schemas import with_schema, without_null_keys
 from rl_core.types import JSON, JSONObject, Message
 
 # Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.
@@ -423,8 +423,11 @@ def canonical_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObj
                 "must be a list of JSON schemas, or such a list as JSON text; tool "
                 f"{number} is not a function with a name: {shorten(tool)}"
             )
-        completed = tool | {"function": with_schema(function)}
-        if completed != tool and notes is not None:
+        written = without_null_keys(function)
+        if written != function and notes is not None:
+            notes.append(f"tool {number}: keys that are null left out")
+        completed = tool | {"function": with_schema(written)}
+        if completed["function"] != written and notes is not None:
             notes.append(f"tool {number}: parameters completed to a JSON schema")
         read.append(completed)
     return read

@@ -1,11 +1,11 @@
-"""Completes the parameters of a function to a JSON schema."""
+"""Completes the parameters of a function to a JSON schema, and drops keys that are null."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from rl_core.types import JSONObject
+from rl_core.types import JSON, JSONObject
 
 JSON_TYPES = {
     "str": "string",
@@ -19,6 +19,26 @@ JSON_TYPES = {
 }
 JSON_TYPES |= {name: name for name in JSON_TYPES.values()}
 OPTIONAL = re.compile(r",\s*optional\b.*$", flags=re.DOTALL | re.IGNORECASE)
+# Keys of a schema whose values are no schemas, and keys whose values have names as their keys.
+VALUES = ("default", "const", "enum", "example", "examples")
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+
+
+def without_null_keys(schema: JSON, has_names: bool = False) -> JSON:
+    """A copy of a function or schema without its keys that are null, as tables that were written to
+    JSON have them: no schema is null. Values such as a default stay as they are. `has_names`: the
+    keys are names, as those of properties."""
+    if isinstance(schema, list):
+        return [without_null_keys(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: JSONObject = {}
+    for key, value in schema.items():
+        if key in VALUES and not has_names:
+            kept[key] = value
+        elif value is not None:
+            kept[key] = without_null_keys(value, key in NAMED and not has_names)
+    return kept
 
 
 def with_schema(function: JSONObject) -> JSONObject:

@@ -304,6 +304,18 @@ def test_a_null_that_json_says_is_an_argument():
         assert "name" not in message
 
 
+def test_keys_of_a_tool_that_are_null_are_absent_and_its_values_stay():
+    number = {"type": ["integer", "null"], "default": None, "enum": [1, None]}
+    properties = {"n": number, "default": {"type": "string"}}
+    count = {"name": "count", "parameters": {"type": "object", "properties": properties}}
+    padded = {"n": number | {"description": None}, "zone": None, "enum": None}
+    parameters = {"properties": properties | padded, "required": None, "type": "object"}
+    tool = {"type": "function", "function": count | {"strict": None, "parameters": parameters}}
+    notes = []
+    assert canonical_tools([tool], notes) == [{"type": "function", "function": count}]
+    assert notes == ["tool 1: keys that are null left out"]
+
+
 BARE = json.dumps([TOOLS[0]["function"]])
 CHAT_MESSAGES = [system("aster"), user("briar"), assistant("cedar"), user("dahlia")]
 # Each row in one form, and the messages and tools that it says.
