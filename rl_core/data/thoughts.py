@@ -12,6 +12,7 @@ MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
     "<|channel>thought": "<channel|>",  # Gemma 4
     "◁think▷": "◁/think▷",  # Kimi
     "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
 }
 THOUGHT_MARK = re.compile("|".join(re.escape(mark) for pair in MARKS.items() for mark in pair))
 # gpt-oss writes thoughts as messages of the analysis channel; a recipient may precede its name.

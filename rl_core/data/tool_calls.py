@@ -63,6 +63,19 @@ def json_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
     return calls
 
 
+def keyed_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
+    """[{"f": {"x": "a"}}, {"g": {}}]: the name of each call is the key of its arguments."""
+    calls = []
+    for call in json.loads(match["arguments"]):
+        if not isinstance(call, dict) or not all(isinstance(v, dict) for v in call.values()):
+            raise TypeError(call)
+        [(name, arguments)] = call.items()
+        calls.append({"name": name, "arguments": arguments})
+    if not calls:
+        raise ValueError("no call")
+    return calls
+
+
 def gemma_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
     """{city:<|"|>Rome<|"|>,days:3}: keys without quotes, strings between special tokens."""
     pieces = match["arguments"].split('<|"|>')
@@ -84,10 +97,8 @@ def python_calls(match: re.Match, tools: Sequence[dict]) -> list[JSONObject]:
                 raise ValueError("an argument without a name")
             arguments = {}
             for keyword in call.keywords:
-                value = ast.literal_eval(JsonNames().visit(keyword.value))
-                # Raises TypeError for literals that JSON lacks, since templates and services could
-                # not write them. A key of None is `**arguments`.
-                arguments[keyword.arg] = json.loads(json.dumps(value))
+                # A key of None is `**arguments`.
+                arguments[keyword.arg] = literal_value(keyword.value)
             if None in arguments:
                 raise ValueError("arguments without names")
             calls.append({"name": ast.unparse(call.func), "arguments": arguments})
@@ -105,6 +116,21 @@ class JsonNames(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
 
+def literal_value(node: ast.expr) -> JSON:
+    """The value of a literal of Python, in which JSON's names may stand. Raises TypeError for one
+    that JSON lacks, since templates and services could not write it."""
+    return json.loads(json.dumps(ast.literal_eval(JsonNames().visit(node))))
+
+
+def python_collection(text: str) -> JSON:
+    """The list or object that a text writes as Python; else the text."""
+    try:
+        value = literal_value(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, (list, dict)) else text
+
+
 def typed_value(text: str, schema: JSON, root: JSON = None) -> JSON:
     """The value of an argument that is written as text: an enumerated value of the schema; null
     where the schema allows null; the text itself where it allows a string; else the value as JSON
@@ -117,6 +143,11 @@ def typed_value(text: str, schema: JSON, root: JSON = None) -> JSON:
         value = json.loads(text)
     except ValueError:
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        if value == text and not {"array", "object"}.isdisjoint(types):
+            value = python_collection(text)
+    if isinstance(value, float) and "number" not in types and "integer" in types:
+        # A schema's integer may be written as 5.0; doubles are exact up to 2**53.
+        value = int(value) if value.is_integer() and abs(value) <= 2**53 else value
     is_listed = values is not None and any(same_value(value, each) for each in values)
     if is_listed or (value is None and "null" in types) or "string" not in types:
         return value
@@ -255,6 +286,12 @@ FORMATS = {
         gemma_calls,
     ),
     "<|tool_call_start|>": PYTHON_CALLS,
+    # Apertus: the turn may end at the closing mark
+    "<|tools_prefix|>": (
+        r"<\|tools_prefix\|>",
+        r"<\|tools_prefix\|>\s*(?P<name>)(?P<arguments>\[.*?\])\s*(?:<\|tools_suffix\|>|\Z)",
+        keyed_calls,
+    ),
     "<|tool_list_start|>": PYTHON_CALLS,  # The first LFM2 template, which writes no calls itself.
     # Hermes, Qwen 2.5 and 3; the default for templates without calls
     "": (

@@ -626,6 +626,17 @@ MISTRAL = (  # As strict as Mistral's templates.
     "']</s>' }}"
     "{%- else %}{{- m.content + '</s>' }}{%- endif %}{%- endfor %}"
 )
+APERTUS = (
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{- '<|tool_output_start|>' + m.content + '<|tool_output_end|>' }}"
+    "{%- elif m.role == 'assistant' %}{{- '<|assistant_start|>' + m.content }}"
+    "{%- if m.tool_calls %}{{- '<|tools_prefix|>[' }}{%- for c in m.tool_calls %}"
+    "{{- '{\"' + c.function.name + '\": ' + (c.function.arguments | tojson) + '}' }}"
+    "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']<|tools_suffix|>' }}"
+    "{%- elif loop.last or loop.nextitem.role != 'tool' %}{{- '<|assistant_end|>' }}{%- endif %}"
+    "{%- else %}{{- '<|user_start|>' + m.content + '<|user_end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant_start|>' }}{%- endif %}"
+)
 HERMES = 'Wait.\n<tool_call>\n{{"arguments":  {{"city": "{}"}},"name": "weather"}}\n</tool_call>'
 MINIMAX = (
     "{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|im_start|>ai\n' + m.content "
@@ -646,6 +657,7 @@ INVOKE = (
     'name="city">{}</parameter></invoke></minimax:tool_call>'
 )
 GEMMA = '<|tool_call>call:weather{{city:<|"|>{}<|"|>}}<tool_call|>'
+KEYED = '<|tools_prefix|>[{{"weather":  {{"city": "{}"}}}}]'
 PYTHON = '<|tool_call_start|>[weather(city = "{}")]<|tool_call_end|>'
 # Replies in other words than the template's, with their ends, and the content of the message next
 # to the calls.
@@ -669,6 +681,7 @@ SAID = {
         "",
     ),
     "minimax": ("Wait." + INVOKE, "<|im_end|>", "Wait."),
+    "apertus": ("Wait." + KEYED, "<|tools_suffix|>", "Wait."),
     "gemma4": (GEMMA, "<|tool_response>", ""),
     "lfm2": ("Wait." + PYTHON, "<|im_end|>", "Wait."),
     "lfm2_v2": ("Wait." + PYTHON, "<|im_end|>", "Wait."),
@@ -693,6 +706,12 @@ BROKEN = {
         "<tool_call>weather city</tool_call>",
         "<tool_call>",
     ),
+    "apertus": (
+        "<|tools_prefix|>[]<|tools_suffix|>",
+        '<|tools_prefix|>[{"weather": 3}]<|tools_suffix|>',
+        '<|tools_prefix|>[{"weather": {}, "dice": {}}]<|tools_suffix|>',
+        '<|tools_prefix|>{"weather": {}}',
+    ),
     "minimax": (INVOKE[:-30], INVOKE.replace("</parameter>", " ")),
     "gemma4": (GEMMA[:-2], GEMMA.replace("city:", "city"), GEMMA.replace("call:", "")),
     "lfm2": (
@@ -715,13 +734,18 @@ def test_tools_of_which_the_model_does_not_read_are_known(path):
 def tool_chat(name):
     if name == "minimax":
         return Chat(make_tokenizer(), MINIMAX, tool_reader=ToolCalls)
-    if name != "mistral":
+    if name not in ("mistral", "apertus"):
         return chat_named(name)
+    template = MISTRAL if name == "mistral" else APERTUS
     tokenizer = make_tokenizer.__wrapped__()
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]}
-    )
-    return Chat(tokenizer, MISTRAL, tool_reader=ToolCalls)
+    marks = [
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
+        "[/TOOL_RESULTS]",
+        *re.findall(r"<\|\w+\|>", APERTUS),
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*marks})})
+    return Chat(tokenizer, template, tool_reader=ToolCalls)
 
 
 def completion(ids, chat):

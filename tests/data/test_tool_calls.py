@@ -207,6 +207,14 @@ TYPED = [
     ("3", {}, "3"),
     ("3", True, "3"),
     ("3", None, "3"),
+    ("5.0", {"type": "integer"}, 5),
+    ("5.5", {"type": "integer"}, 5.5),
+    ("5.0", {"type": "number"}, 5.0),
+    ("{'k': True, 'n': null}", {"type": "object"}, {"k": True, "n": None}),
+    ("['a', None]", {"type": "array"}, ["a", None]),
+    ("['a']", {"type": ["string", "array"]}, "['a']"),
+    ("{1, 2}", {"type": "array"}, "{1, 2}"),
+    ("[f()]", {"type": "array"}, "[f()]"),
 ]
 
 

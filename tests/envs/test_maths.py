@@ -92,6 +92,8 @@ PLACED = [
     ("#### 2. Second\nThe answer is $\\frac{1}{2}$", "0.5", 1), ("#### $\\frac12$", "1/2", 1),
     ("The answer is (B).", "B", 1), ("Answer: **C**", "C", 1), ("The answer is 18, because 3+4=7", "18", 1),
     ("It costs $5 and $10", "10", 1), ("so $x=\\frac{1}{2}$.", "0.5", 1), ("It is 18!", "18", 1), ("It is −3.", "-3", 1), ("It is −3.", "3", 0),
+    ("Answer: m+n = 256+37 = 293", "293", 1), ("Answer: m+n = 256+37 = 293", "256", 0), ("The answer is 10 - 3 = 7.", "7", 1),
+    ("Answer: $5+3$ = $8$", "8", 1), ("Answer: 6 = 2*3", "6", 1), ("Answer: 6, as 2*3 = 6 and 1+4 = 5", "6", 1),
 ]  # fmt: skip
 
 
@@ -113,6 +115,8 @@ STATED = [
     ("3+4=7, so\n\nB", "B", 1), ("3+4=7, so\n\n**(B) 7**", "B", 1), ("3+4=7, so\n\n(B) 7", "C", 0), ("It is odd.\nNo.", "No", 1),
     ("The answer is yes.", "Yes", 1), ("The answer is no.", "Yes", 0), ("The answer is C) 12", "C", 1), ("I would say B or C.", "B", 0),
     ("A", "A solution", 0), ("12", "C) 12", 1), ("\\boxed{A) 5 or B) 6}", "A", 0), ("Paris", "Paris", 1), ("not Paris", "Paris", 0),
+    ("3+4=7\n答案：C", "C", 1), ("答案：C", "B", 0), ("因此，答案是C。", "C", 1), ("\\boxed{3}\n答案：D", "D", 1), ("答案是12个。共3步", "12", 1),
+    ("<|inner_prefix|>\\boxed{5}<|inner_suffix|>Not known.", "5", 0),
 ]  # fmt: skip
 
 
