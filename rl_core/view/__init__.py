@@ -2,11 +2,10 @@
 
 import sys
 from types import ModuleType
-from typing import Any
 
 
 class CallableViewer(ModuleType):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Calls view() of rl_core/view/notebook.py."""
         from rl_core.view.notebook import view
 

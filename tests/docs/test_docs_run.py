@@ -47,7 +47,7 @@ REASONS = {
     "several machines": 1,
     "a container engine": 1,
     "another system's server": 2,
-    "minutes long": 2,
+    "minutes long": 3,
     "the whole suite": 1,
     "placeholders": 3,
 }

@@ -34,7 +34,7 @@ from rl_core.learners import make_policy
 from rl_core.rewards.reward_model import RewardModel, ScoreServer, remote_scores
 from rl_core.train import main
 
-DOCS = ROOT / "docs/rewards.md"
+DOCS = [ROOT / "docs/rewards.md", ROOT / "docs/preferences.md"]
 TALKS = [
     [user("52341"), says("12345")],
     [
@@ -336,9 +336,8 @@ def train(env_text, tiny_model, folder, *more):
 
 def example(attribute):
     """A Python block of the docs."""
-    return next(
-        b for b in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S) if attribute in b
-    )
+    text = "".join(page.read_text() for page in DOCS)
+    return next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if attribute in b)
 
 
 def test_both_examples_of_the_docs_reward_episodes_alike(

@@ -213,8 +213,9 @@ def test_rated_replies_without_a_partner_are_refused(tmp_path):
 
 def test_a_template_that_rewrites_a_long_reply_is_refused():
     forgetful = (
-        "{% for m in messages %}<|{{ m.role }}|>{{ 'old ' if loop.revindex > 2 else '' }}"
-        "{{ m.content }}<|im_end|>{% endfor %}" + CHATML[-76:]
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ 'old ' if loop.revindex > 2 else '' }}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     chat = Chat(make_tokenizer(), forgetful)
     reply = [says("a"), user("b"), says("c")]

@@ -221,17 +221,18 @@ def test_the_best_of_other_held_out_rows_is_compared_by_its_mean(tmp_path):
 @pytest.mark.parametrize("full", ["rollouts", "checkpoints"])
 def test_a_full_disk_is_named(full, flags_of, tmp_path, capsys):
     limit, out = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "run"
+    code = "pass"
     if full == "rollouts":
-        (out / full).mkdir(parents=True)
-        (out / full / ".step_000001.jsonl.zst.tmp").symlink_to("/dev/full")
+        file = out / full / ".step_000002.jsonl.zst.tmp"
+        code = f"mark.symlink_to('/dev/full'), os.replace(mark, {str(file)!r}), mark.touch()"
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))
     try:
-        assert main([*flags_of("pass"), *words("--num_steps 1 --resume --out", out)]) == 1
+        assert main([*flags_of(code), *words("--num_steps 2 --out", out)]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert f"error: {out / full}/step_000001" in line and "make room there" in line
+    assert f"error: {out / full}/step_000002" in line and "make room there" in line
 
 
 def test_a_full_disk_is_named_where_metrics_do_not_fit(tmp_path):

@@ -389,12 +389,24 @@ def test_a_run_that_fails_is_failed_in_its_trackers(flags, places, tmp_path):
     assert notes(tmp_path / "out")[-1] == ["close", False]
 
 
+FULL_DISK = """
+import os
+def load_tasks(split): return [{{"prompt": str(n)}} for n in range(8)]
+async def reward_fn():
+    file = "{out}/rollouts/.step_000001.jsonl.zst.tmp"
+    if not os.path.lexists(file):
+        os.symlink("/dev/full", file)
+    return 1.0
+"""
+
+
 def test_trackers_hear_of_the_end_where_the_disk_is_full(flags, tmp_path):
-    (tmp_path / "out/rollouts").mkdir(parents=True)
-    (tmp_path / "out/rollouts/.step_000001.jsonl.zst.tmp").symlink_to("/dev/full")
+    (tmp_path / "full.py").write_text(FULL_DISK.format(out=tmp_path / "out"))
     arguments = words(
         flags,
-        "--eval_every 0 --num_steps 1 --trackers notes:Notes --resume --out",
+        "--env_path",
+        tmp_path / "full.py",
+        "--eval_every 0 --num_steps 1 --trackers notes:Notes --out",
         tmp_path / "out",
     )
     assert main(arguments) == 1

@@ -436,5 +436,5 @@ def test_humanevals_solutions_pass_and_broken_ones_do_not(data_dir, monkeypatch,
     [scored] = json.loads(capsys.readouterr().out).values()
     assert scored["humaneval"]["greedy_score"]["num_tasks"] == len(rows) == 164
     assert scored["humaneval"]["greedy_pass"]["value"] == 0.5
-    # Some problems have tests such as `assert True`, which any program passes.
-    assert 0.51 < scored["humaneval"]["greedy_score"]["value"] < 0.53
+    # A program that Python cannot read passes no test, not even `assert True`.
+    assert scored["humaneval"]["greedy_score"]["value"] == 0.5

@@ -536,7 +536,7 @@ def test_data_of_a_wrong_kind_gets_one_sentence_about_the_argument(config_of):
         train(config_of("a"), env=len, data=datasets.DatasetDict({"train": table}))
     with pytest.raises(ValueError, match=r"^data is empty; it must have at least one row"):
         train(config_of("a"), env=len, data=[])
-    with pytest.raises(ValueError, match=r"^row 1 of the split 'train': needs one of the columns"):
+    with pytest.raises(ValueError, match=r"^row 1 of data: needs one of the columns"):
         train(config_of("a"), env=len_of, data=[{"promt": "1"}])
     with pytest.raises(ValueError, match=r"^eval_data is a IterableDataset, which has no length"):
         train(config_of("a"), env=len, data=ROWS, eval_data=table.to_iterable_dataset())
