@@ -40,7 +40,7 @@ from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents import chat_completions, messages, requests, responses
 from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, SOCKET, EndpointServer
-from rl_core.environments.agents.requests import REFUSED, Refusal
+from rl_core.environments.agents.requests import PIECE_CHARS, REFUSED, Refusal
 from rl_core.environments.agents.tree import key_of
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.engine import EngineDied
@@ -444,10 +444,17 @@ async def test_a_branch_ends_before_the_reply_that_was_given_up():
         assert texts == [["one", "two"]]
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_a_stream_is_trained_up_to_what_its_client_took(path):
+@pytest.mark.parametrize(
+    "path, thoughts",
+    [
+        ("chat/completions", "<think>Let me count.</think>\n\n"),
+        ("responses", ""),
+        ("messages", "<think>Let me count.</think>\n\n"),
+    ],
+)
+async def test_a_stream_is_trained_up_to_what_its_client_took(path, thoughts):
     """The client closes its connection in the middle. A Unix socket holds fewer bytes than a port."""
-    text = "".join(f"{number} " for number in range(80_000))
+    text = thoughts + "".join(f"{number} " for number in range(80_000))
     body = {"messages": HI} | {"input": "hi", "stream": True}
     del body["messages" if path == "responses" else "input"]
     async with endpoint(text, max_tokens=len(text)) as (llm, _):
@@ -463,7 +470,8 @@ async def test_a_stream_is_trained_up_to_what_its_client_took(path):
         (trajectory,) = llm.trajectories(1.0)
         completion = trajectory.turns[-1].completion
     read = b"".join(re.findall(rb'"(?:delta|content|text)": ?"([\d ]+)"', got)).decode()
-    assert len(read) > 8_000 and completion.text.startswith(read)
+    took = completion.text.removeprefix(thoughts)
+    assert len(read) > 8_000 and took.startswith(read) and len(took) % PIECE_CHARS == 0
     assert len(completion.text) < len(text) and text.startswith(completion.text)
     assert completion.token_ids == CHAT.encode(completion.text)
     assert len(completion.logprobs) == len(completion.token_ids)

@@ -207,6 +207,7 @@ def test_rows_of_sft_and_dpo_have_their_images_in_the_prompt(row, texts, folder)
 SIDES = [
     ({"images": ["b.jpg"], "rejected_images": ["x/a.png"]}, ["jpeg", "png"]),
     ({"chosen_images": ["x/a.png"], "rejected_images": "b.jpg"}, ["png", "jpeg"]),
+    ({"image": "b.jpg", "rejected_images": ["x/a.png"]}, ["jpeg", "png"]),
     ({"image": "b.jpg", "chosen_images": None, "rejected_images": []}, ["jpeg", "jpeg"]),
 ]
 

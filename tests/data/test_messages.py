@@ -906,12 +906,18 @@ def test_thoughts_that_stand_in_the_content_too_are_trained_once(name):
     assert (text.count("briar"), text.count("</think>")) == (1, 1)
 
 
-def test_thoughts_are_closed_where_the_template_leaves_them_out():
+@pytest.mark.parametrize(
+    "reply, said",
+    [
+        (assistant("elder", reasoning_content="briar"), "briar\n</think>\n\nelder"),
+        (assistant("<think>\nbriar\n</think>\n\nelder"), "briar\n</think>\n\nelder"),
+        (assistant("briar</think> elder"), "briar</think> elder"),
+    ],
+)
+def test_thoughts_are_closed_where_the_template_leaves_them_out(reply, said):
     """DeepSeek's prompt ends in <think>, and its history has no thoughts."""
-    reply = assistant("elder") | {"reasoning_content": "briar"}
     (sample,) = sft_samples(chat_named("deepseekv3"), {"messages": [user("b"), reply]})
-    text = trained_text(chat_named("deepseekv3"), sample)
-    assert text == "briar\n</think>\n\nelder<｜end▁of▁sentence｜>"
+    assert trained_text(chat_named("deepseekv3"), sample) == f"{said}<｜end▁of▁sentence｜>"
 
 
 def test_conversations_of_one_shape_are_checked_once(monkeypatch):

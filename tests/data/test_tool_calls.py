@@ -163,10 +163,20 @@ def test_calls_within_thoughts_are_no_calls(name):
 
 
 @pytest.mark.parametrize("name", sorted(SAID.keys() - {"llama3_1"}))  # Its turn is the call.
-@pytest.mark.parametrize("mention", ["I write <think> first. ", "`<think>`: ", "No '</think>'. "])
-def test_a_mention_of_thoughts_does_not_hide_a_call(name, mention):
+@pytest.mark.parametrize(
+    "mention, behind",
+    [
+        ("I write <think> first. ", ""),
+        ("`<think>`: ", ""),
+        ("No '</think>'. ", ""),
+        ("I write `<think>`, ", "\nand `</think>`."),
+    ],
+)
+def test_a_mention_of_thoughts_does_not_hide_a_call(name, mention, behind):
     chat, (call, end, _) = tool_chat(name), SAID[name]
     text = call.rpartition("</think>\n\n")[2].format("Paris")
+    if name != "mistral":  # Its call reaches to the end of the turn.
+        text += behind
     if name == "gptoss":
         mention = f"<|channel|>commentary<|message|>{mention}<|end|><|start|>assistant"
     message, has_failed = chat.tool_calls.read(
