@@ -431,6 +431,7 @@ def test_what_nothing_reads_is_named_once_whatever_its_name(algorithm, row, name
         ("dpo", ["import re"] * 12 + ["2+2?"] * 11, True),
         ("sft", ["-"] * 10 + ["2+2?"] * 10, False),
         ("sft", ["-"] * 9, False),
+        ("sft", [[{"role": "system", "content": f"Add {n}."}, TALK[0]] for n in range(10)], False),
         ("grpo", ["Play."] * 20, False),
     ],
 )

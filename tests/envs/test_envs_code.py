@@ -91,8 +91,10 @@ def stack():
     yield made
 
 @pytest.mark.parametrize("n, expected", [(1, 0.5), (3, 1.5), pytest.param(0.2, 0.1, id="small")])
-def test_halves(n, expected):
-    assert half(n) == pytest.approx(expected)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_halves(n, expected, sign):
+    assert half(sign * n) == pytest.approx(sign * expected)
+    assert half(n) != pytest.approx(expected + 4e-7, abs=1e-9)
 
 def test_errors():
     with pytest.raises(ValueError, match="^no half of None$") as caught:
