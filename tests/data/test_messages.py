@@ -907,17 +907,17 @@ def test_thoughts_that_stand_in_the_content_too_are_trained_once(name):
 
 
 @pytest.mark.parametrize(
-    "reply, said",
+    "reply, trained",
     [
         (assistant("elder", reasoning_content="briar"), "briar\n</think>\n\nelder"),
         (assistant("<think>\nbriar\n</think>\n\nelder"), "briar\n</think>\n\nelder"),
         (assistant("briar</think> elder"), "briar</think> elder"),
     ],
 )
-def test_thoughts_are_closed_where_the_template_leaves_them_out(reply, said):
+def test_thoughts_are_closed_where_the_template_leaves_them_out(reply, trained):
     """DeepSeek's prompt ends in <think>, and its history has no thoughts."""
     (sample,) = sft_samples(chat_named("deepseekv3"), {"messages": [user("b"), reply]})
-    assert trained_text(chat_named("deepseekv3"), sample) == f"{said}<｜end▁of▁sentence｜>"
+    assert trained_text(chat_named("deepseekv3"), sample) == f"{trained}<｜end▁of▁sentence｜>"
 
 
 def test_conversations_of_one_shape_are_checked_once(monkeypatch):
