@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 TAGS = ("think", "thinking", "thought", "thoughts", "reason", "reasoning", "seed:think")
 # Opening mark -> closing mark.
@@ -17,28 +18,40 @@ MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
 THOUGHT_MARK = re.compile("|".join(re.escape(mark) for pair in MARKS.items() for mark in pair))
 # gpt-oss writes thoughts as messages of the analysis channel; a recipient may precede its name.
 ANALYSIS = (
-    r"(?:to=[^\s<]+\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).){0,200}<\|message\|>.*?"
+    r"(?:to=[^\s<]{1,200}\s*)?<\|channel\|>analysis(?:(?!<\|message\|>).){0,200}<\|message\|>.*?"
     r"(?:<\|end\|>|<\|call\|>|\Z)"
 )
-# Thoughts that are not closed begin a line, or stand behind another mark: elsewhere a text mentions
-# the mark, as it does in quotes.
-PATTERNS = [
-    pattern
-    for opening, closing in MARKS.items()
-    for pattern in (
-        rf"(?<![`'\"]){re.escape(opening)}.*?{re.escape(closing)}",
-        rf"(?:\A|(?<=[\n>\]]))[ \t]*{re.escape(opening)}.*\Z",
-    )
-]
-# Pattern for thoughts up to their closing mark or the end of the text. It needs re.DOTALL and has
-# no capturing group.
-THOUGHTS = "|".join([*PATTERNS, ANALYSIS])
+# An opening mark; `line` matches if it begins a line or stands behind another mark.
+OPENING = r"(?P<line>(?:\A|(?<=[\n>\]]))[ \t]*)?(?<![`'\"])"
+OPENING += rf"(?P<mark>{'|'.join(map(re.escape, MARKS))})"
+
+
+def thought_spans(
+    text: str, other: str = "(?!)"
+) -> Iterator[tuple[int, int, re.Match[str] | None]]:
+    """(start, end, None) of thoughts, and (start, end, match) of the pattern `other` elsewhere.
+    Thoughts that are not closed reach to the end of the text if their mark begins a line or stands
+    behind another mark: elsewhere a text mentions the mark, as it does in quotes."""
+    pattern = re.compile(f"{OPENING}|{ANALYSIS}|(?P<other>{other})", re.DOTALL)
+    closed = {mark: text.rfind(closing) for mark, closing in MARKS.items()}
+    end = 0
+    while match := pattern.search(text, end):
+        end, mark = match.end(), match["mark"]
+        if mark is not None and end <= closed[mark]:
+            end = text.index(MARKS[mark], end) + len(MARKS[mark])
+        elif mark is not None and match["line"] is None:
+            continue
+        elif mark is not None:
+            end = len(text)
+        yield match.start(), end, None if match["other"] is None else match
 
 
 def without_thoughts(text: str) -> str:
-    """The text without its thoughts; those that are not closed reach to its end. A closing mark
-    alone ends thoughts that the prompt opened."""
-    answer = re.sub(THOUGHTS, "", text, flags=re.DOTALL)
+    """The text without its thoughts. A closing mark alone ends thoughts that the prompt opened."""
+    answer, end = "", 0
+    for start, next_end, _ in thought_spans(text):
+        answer, end = answer + text[end:start], next_end
+    answer += text[end:]
     for mark in MARKS.values():
         answer = answer.rpartition(mark)[2]
     return text if answer == text else answer.lstrip("\n")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from rl_core.data.chat import Chat, text_after, unmarked, without_prefix
 from rl_core.data.sft_samples import rendered_turn, said_text, shared_length, split_end
-from rl_core.data.thoughts import THOUGHTS, leading_thoughts
+from rl_core.data.thoughts import leading_thoughts, thought_spans
 from rl_core.json_limits import check_value
 from rl_core.types import JSON, Completion, JSONObject, Message
 
@@ -332,9 +332,13 @@ class ToolCalls:
         start = leading_thoughts(text, prompt)
         thoughts, text = text[:start], text[start:]
         # The leftmost match wins: thoughts hide calls, and a call hides marks in its arguments.
-        pattern = re.compile(f"(?:{THOUGHTS})|(?:{self.call})", re.DOTALL)
-        matches = [m for m in pattern.finditer(text) if m["arguments"] is not None]
-        begins = re.search(self.begins, pattern.sub("", text)) is not None
+        matches, rest, spoken, at = [], thoughts, "", 0
+        for begin, end, match in thought_spans(text, self.call):
+            spoken += text[at:begin]
+            rest += text[at : begin if match else end]
+            matches += [match] if match else []
+            at = end
+        begins = re.search(self.begins, spoken + text[at:]) is not None
         if not matches or begins:
             return None, begins
         calls = []
@@ -347,7 +351,7 @@ class ToolCalls:
                     calls.append({"id": call_id, "type": "function", "function": function})
         except (ValueError, TypeError, LookupError, RecursionError):
             return None, True
-        rest = thoughts + pattern.sub(lambda m: m[0] if m["arguments"] is None else "", text)
+        rest += text[at:]
         if "<|message|>" in rest:  # gpt-oss: takes the text of its channels.
             rest = "\n".join(re.findall(r"<\|message\|>(.*?)<\|end\|>", rest, re.DOTALL))
         content = chat.special_token.sub("", rest).strip()

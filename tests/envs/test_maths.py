@@ -140,6 +140,8 @@ def test_thoughts_hold_no_answer(opened, closed):
         opened + wrong + closed + "\n\nThe answer is 5.": 1,
         f"{opened}#### 6\n<answer>6</answer>{closed}<answer>5</answer>": 1,
         f"{right}\n{opened}{wrong}": 1,
+        f" {opened}{wrong}{closed}\n{right}": 1,
+        f"<b>Hm.</b> {opened}{wrong}{closed}{right}": 1,
     }
     if closed in MARKS.values():  # The prompt may have opened the thoughts.
         replies |= {wrong + closed + right: 1, right + closed: 0, right + closed + wrong: 0}
