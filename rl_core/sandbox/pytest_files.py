@@ -129,7 +129,7 @@ class Mark:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def decorator(*args: Any, **_: Any) -> Any:
-            return args[0] if args and inspect.isroutine(args[0]) else lambda function: function
+            return args[0] if args and callable(args[0]) else lambda function: function
 
         return decorator
 
