@@ -112,7 +112,7 @@ OPTION = re.compile(
     re.S,
 )
 OPTIONS = re.compile(r"^[A-J]\W*$|\(?\b[A-J]\)|\b[A-J][.:]\s|(?:or|and|[,/])\s*[A-J]\s*$")
-STYLE = r"\\(?:text|mbox|mathrm|mathbf|mathit|bm|boldsymbol|mathsf)(?:bf|it|rm|sf|normal)?\s*\{"
+STYLE = r"\\(?:text(?:bf|it|rm|sf|normal)?|mbox|math(?:rm|bf|it|sf|cal)|bm|boldsymbol)\s*\{"
 
 
 class Unknown(Exception):
@@ -132,11 +132,9 @@ def final_answer(text: str) -> str:
     )
     if end < 0:
         return last_expression(text)
-    for match in re.finditer(
-        r"(?i)(?:\banswer(?:\s+is)?|答案[是为為]?)[*_\s]*[:：][*_\s]*", text[end:][-MAX_CHARS:]
-    ):
-        rest = text[end:][-MAX_CHARS:][match.end() :].partition("\n")[0]
-        answer = stated(rest) or answer
+    later = text[end:][-MAX_CHARS:]
+    for match in re.finditer(r"(?i)(?:\banswer(?:\s+is)?|答案[是为為]?)[*_\s]*[:：][*_\s]*", later):
+        answer = stated(later[match.end() :].partition("\n")[0]) or answer
     return answer
 
 
@@ -354,13 +352,11 @@ def cleaned(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<=[\d}])(?:\s|~|\\[,;: ])+\\Omega(?![A-Za-z])", " “ohm” ", text)
     text = re.sub(DEGREES + CELSIUS, r" “deg\1” ", text)
     text = re.sub(rf"(?<=[\d}})])\s*{DEGREES}(?=[\s$.]*$)", " “deg” ", text)
-    text = re.sub(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°|\^\{?°\}?", " ", text)
+    text = re.sub(DEGREES, " ", text)
     text = re.sub(r"(\d)(?:,\\!|\\!,|\{,\}|\\,|\\!)\s*(?=\d{3}(?!\d))", r"\1", text)
     text = re.sub(r"(?<!\\)\\[,;:! ]|\\\$|\\?%|~|€|£", " ", text)
     text = text.replace(r"\{", "⦃").replace(r"\}", "⦄").replace("\\|", "|")
-    text = re.sub(r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathit|mathbf|mathsf|mathcal|"
-                  r"textnormal|bm|boldsymbol)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
-                  text_group, text)  # fmt: skip
+    text = re.sub(STYLE + r"((?:[^{}]|\{[^{}]*\})*)\}", text_group, text)
     text = re.sub(r"\\mu\s*“\s*", "“µ", text)
     text = re.sub(r"\\([A-Za-z]+) ?", command, text)
     text = re.sub(r"(?<=[\d.])[eE]([+-]?\d+)(?![\w.])", r"*10^{\1}", text)
