@@ -25,7 +25,7 @@ from typing import Protocol, TypeVar
 
 from rl_core.data.image_families import ImageFamily, load_family
 from rl_core.data.images import images_of, shown_image
-from rl_core.data.messages import text_of, with_text_arguments
+from rl_core.data.messages import is_filled, text_of, with_text_arguments
 from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck, template_variables
 from rl_core.data.rows import check_exists
@@ -148,9 +148,8 @@ class Chat:
     def check_variables(self, variables: JSONObject, where: str, fix: str = "") -> None:
         """Raises ValueError for a variable with a value that the template does not read."""
         for name, value in sorted(variables.items()):
-            is_empty = value is None or (isinstance(value, (str, list, dict)) and not value)
-            if name not in self._template_variables and not is_empty:
-                known = self._template_variables
+            known = self._template_variables
+            if name not in known and is_filled(value):
                 reads = nearest(name, known) if known else "it reads no variables"
                 raise ValueError(f"{where}: the chat template does not read {name!r}{fix}; {reads}")
 

@@ -174,6 +174,10 @@ def result_message(result: JSON, message: Message) -> Message:
     return made | {"content": text}
 
 
+def is_filled(value: JSON) -> bool:
+    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
+
+
 def known_role(role: str) -> str:
     """The canonical name of a role. Unknown roles are returned unchanged."""
     lowered = role.strip().lower()

@@ -14,7 +14,7 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
 from rl_core.data.images import IMAGE_COLUMNS, SIDE_IMAGES, has_image, holds_image, with_images
-from rl_core.data.messages import MESSAGE_KEYS, text_of
+from rl_core.data.messages import MESSAGE_KEYS, is_filled, text_of
 from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.row_forms import read_form
 from rl_core.data.sft_samples import sft_messages
@@ -33,7 +33,6 @@ from rl_core.tasks.row_remarks import (
     ABOUT,
     ReadRow,
     image_remarks,
-    is_filled,
     label_remarks,
     mark_remarks,
     reply_remarks,
@@ -42,7 +41,7 @@ from rl_core.tasks.row_remarks import (
 )
 from rl_core.types import JSON, Message, Row
 
-NUM_ROWS = 200  # The first rows of a data set are looked at.
+NUM_ROWS = 200  # The first rows of each data set are checked.
 # Columns of prompts; other columns that a row's samples are made of hold labels.
 OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, *SIDE_IMAGES, "context"}
 INSTRUCTIONS = re.compile(

@@ -10,7 +10,7 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat, unmarked
 from rl_core.data.column_names import MISSING, nested_names, nested_value
 from rl_core.data.images import MARK, has_image, holds_image, holds_pixels
-from rl_core.data.messages import TRAIN_KEYS, text_of
+from rl_core.data.messages import TRAIN_KEYS, is_filled, text_of
 from rl_core.data.rendering import PROBE
 from rl_core.data.rows import is_trajectory
 from rl_core.data.tasks import CONVERSATIONS, LEFT_OUT, PROMPT_COLUMNS, row_tools, row_variables
@@ -57,10 +57,6 @@ class ReadRow(dict):
         if is_filled(value) and name not in self.made:
             self.read[name] = None
         return value
-
-
-def is_filled(value: JSON) -> bool:
-    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
 
 
 def reply_remarks(

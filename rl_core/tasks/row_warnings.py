@@ -12,9 +12,8 @@ from rl_core.data.messages import shorten
 from rl_core.data.rows import row_place
 from rl_core.data.tasks import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
 from rl_core.sampling.env import Env
-from rl_core.tasks.column_use import column_use, fix_of
+from rl_core.tasks.column_use import NUM_ROWS, column_use, fix_of
 
-NUM_ROWS = 200  # The first rows of each source are checked.
 MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
 NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from rl_core.http_guard import LOOPBACK
 from rl_core.view.data import runs_in
 from rl_core.view.server import start_server
-
-HOST = "127.0.0.1"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, repr=False)
@@ -37,7 +36,7 @@ def view(run: str | Path, *more: str | Path, height: int = 800) -> ShownPage:
     Raises ValueError for a folder without a run."""
     folders = [Path(each) for each in (run, *more)]
     loop = asyncio.new_event_loop()
-    server = start_server(runs_in(folders), HOST, 0, folders)
+    server = start_server(runs_in(folders), LOOPBACK, 0, folders)
     threading.Thread(target=loop.run_forever, daemon=True, name="rl_core view").start()
     port = asyncio.run_coroutine_threadsafe(server, loop).result()
-    return ShownPage(url=f"http://{HOST}:{port}/", height=height)
+    return ShownPage(url=f"http://{LOOPBACK}:{port}/", height=height)

@@ -121,8 +121,7 @@ class Endpoint:
 
     @property
     def failure(self) -> EngineDied | None:
-        failures = [tree.failure for tree in self.trees.values() if tree.failure is not None]
-        return next(iter(failures), None)
+        return next(filter(None, (tree.failure for tree in self.trees.values())), None)
 
     @property
     def is_given_up(self) -> bool:

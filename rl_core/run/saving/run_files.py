@@ -25,6 +25,7 @@ from rl_core.config import (
     to_yaml,
     with_new_names,
 )
+from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import TOKENIZERS, write_whole
@@ -190,8 +191,7 @@ def settings_of_parameters(config: Config) -> dict[str, JSON]:
         if rank:
             targets = ",".join(sorted(set(split(actor.lora.targets))))
             settings[f"actors.{name}.lora.targets"] = targets
-        parts = "language" if rank else "language,projector,vision"
-        named = split(config.of(name).learner.train) or split(parts)
+        named = split(config.of(name).learner.train) or (["language"] if rank else PARTS)
         settings[f"actors.{name}.learner.train"] = ",".join(sorted(named))
     return settings
 
