@@ -112,6 +112,7 @@ def test_a_stack(stack):
     with pytest.raises((IndexError, KeyError)):
         stack.pop()
 
+@pytest.mark.slow
 class TestObjects:
     def setup_method(self):
         self.first, self.second = Stack(), Stack()
