@@ -12,11 +12,10 @@ Fails if a held-out score does not rise, or if that of the control does.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from script_tools import ROOT, make_parser, read_metrics, run, write_json
@@ -44,7 +43,6 @@ class Curve:
     env: str  # A file of envs/.
     flags: str
     is_control: bool = False  # Rewards are drawn at random. The score must stay.
-    variables: dict[str, str] = field(default_factory=dict)  # What the environment reads.
 
 
 INSTRUCTIONS = "--max_prompt_tokens 128 --max_tokens 48 --num_steps 30 --eval_every 30 "
@@ -58,11 +56,6 @@ CURVES = {
         env="instructions",
         flags=INSTRUCTIONS + "--optim.lr 2e-5",
         is_control=True,
-    ),
-    "arithmetic": Curve(
-        env="word_problems",
-        flags="--max_prompt_tokens 160 --max_tokens 64 --num_steps 30 --eval_every 30 "
-        "--optim.lr 2e-5",
     ),
 }
 
@@ -81,7 +74,6 @@ def measure(name: str, seed: int, model: str, num_eval: int) -> dict:
     """CPU seconds of this process's children, rewards by step, held-out scores by step."""
     curve, folder = CURVES[name], ROOT / f"runs/real/{name}_{seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ.update(curve.variables)
     flags = (
         f"--model {model} --env_path {env_path(curve, folder)} --out {folder}/rl --seed {seed} "
         f"--eval.num_tasks {num_eval} {COMMON} {curve.flags}"

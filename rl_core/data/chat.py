@@ -234,15 +234,13 @@ class Chat:
         for message in messages:
             # Templates may drop thoughts and spaces.
             text = text_of(message).rpartition("</think>")[2].strip()
-            num += len(text) if text.isascii() else len(text) // 3
+            num += least_bytes(text)
             num_texts += bool(text)
         return max(num_texts, int(num / self._facts.longest_token))
 
     def _least_tokens_of(self, rendered: str) -> int:
         text, num_special = self.special_token.subn("", rendered)
-        text = unmarked(text)
-        num = len(text) if text.isascii() else len(text) // 3
-        return num_special + int(num / self._facts.longest_token)
+        return num_special + int(least_bytes(unmarked(text)) / self._facts.longest_token)
 
     def unread_tools(self, messages: list[Message], tools: list | None) -> list[str]:
         """Names of tools that the model does not read of: the template renders no tools, and no
@@ -651,6 +649,11 @@ def load_chat(
     chat = Chat(tokenizer, chat_template, variables, tool_reader, vision)
     chat.max_images = None if limits is None else limits.max_images
     return chat
+
+
+def least_bytes(text: str) -> int:
+    """A lower bound on the bytes that a tokenizer reads, since it may normalize characters."""
+    return len(text) if text.isascii() else len(text) // 3
 
 
 def num_chars(value: JSON) -> int:

@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
     name_or_path: str
     pad_token: str | None
     pad_token_id: int | None
+    special_tokens_map: dict[str, str]
 
     def apply_chat_template(self, conversation: list, **options: object) -> str: ...
 

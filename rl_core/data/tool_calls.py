@@ -286,7 +286,7 @@ FORMATS = {
         gemma_calls,
     ),
     "<|tool_call_start|>": PYTHON_CALLS,
-    # Apertus: the turn may end at the closing mark
+    # Apertus, whose turn may end at the closing mark
     "<|tools_prefix|>": (
         r"<\|tools_prefix\|>",
         r"<\|tools_prefix\|>\s*(?P<name>)(?P<arguments>\[.*?\])\s*(?:<\|tools_suffix\|>|\Z)",

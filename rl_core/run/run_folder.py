@@ -102,9 +102,9 @@ class RunLog:
 
 
 def drop_lost_steps(out: Path, step: int, is_evaluated_again: bool) -> None:
-    """Drops what steps after the checkpoint wrote from which a run resumes, and the evaluation of
-    the checkpoint's step if it is repeated: readers would count such steps twice, and other ranks
-    or settings may not write each file again."""
+    """Deletes lines and files of steps after the checkpoint `step`, and of that step's evaluation
+    if it is repeated. A resumed run may have other ranks or settings and not replace each file, and
+    readers would count such steps twice."""
     for name, is_again in (("metrics.jsonl", is_evaluated_again), (SERVED_CODES, False)):
         if (out / name).exists():
             keep_lines_until(out / name, step, is_again)

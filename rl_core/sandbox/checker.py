@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from rl_core.sandbox import pytest_files
-from rl_core.sandbox.values import decode, encode, is_same, receive, send
+from rl_core.sandbox.values import decode, encode, is_same, keep_ends, receive, send
 
 
 class Short(reprlib.Repr):
@@ -281,6 +281,4 @@ def run_test(
         last = f"{program.last}: " if program.status == "wrong" and program.last else ""
         reason = f"{text.strip()[-300:]}: {last}{type(error).__name__}: {error}"
         reason += program.where
-    if len(reason) > 600:  # The error stands at the end.
-        reason = f"{reason[:200]} ... {reason[-395:]}"
-    return {"passed": False, "status": program.status, "reason": reason}
+    return {"passed": False, "status": program.status, "reason": keep_ends(reason, 600)}

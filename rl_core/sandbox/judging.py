@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.sandbox.pool import Outcome
+from rl_core.sandbox.values import keep_ends
 
 MAX_SHOWN = 200  # Characters of one text in a failure.
 
@@ -79,10 +80,7 @@ def status_of(outcome: Outcome, cpu_s: int) -> str:
 
 def not_compiled(done: Outcome, num_tests: int) -> Result:
     status = "timeout" if done.timed_out else "syntax"
-    text = text_of(done.stderr).strip()
-    if len(text) > MAX_SHOWN:  # Python's error stands at the end.
-        text = f"{text[: MAX_SHOWN // 3]} ... {text[-MAX_SHOWN // 2 :]}"
-    reason = f"it does not compile: {text}"
+    reason = f"it does not compile: {keep_ends(text_of(done.stderr).strip(), MAX_SHOWN)}"
     return as_result([done], status, [(False, reason)] * num_tests)
 
 

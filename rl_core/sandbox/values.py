@@ -13,6 +13,14 @@ TAGS = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MAKERS = {name: kind for kind, name in TAGS.items()}
 
 
+def keep_ends(text: str, most: int) -> str:
+    """The text of rl_core.errors.keep_ends(), which is absent where programs run."""
+    if len(text) <= most:
+        return text
+    start = most // 3
+    return f"{text[:start]} ... {text[start + 5 - most :]}"
+
+
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """JSON of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict. A
     subclass is written as the builtin type, by that type's own methods. `other` gives the JSON of

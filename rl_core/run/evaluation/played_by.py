@@ -23,6 +23,8 @@ WEIGHTS = (".safetensors", ".bin", ".json")  # Files of a model that change its 
 
 
 class PlayedBy:
+    """The facts of one file."""
+
     def __init__(self, file: Path, where: str, has_episodes: bool):
         """`where` begins errors: the flag and its folder."""
         self.file, self.where = file, where
@@ -75,7 +77,7 @@ def hash_of_rows(tasks: Iterable[Task]) -> str:
 
 
 def hashed(facts: list | JSONObject) -> str:
-    def shown(value: object) -> str:  # Objects that JSON has not may show their address.
+    def shown(value: object) -> str:  # The text of an object may have its address.
         return value.hex() if isinstance(value, bytes) else type(value).__name__
 
     text = json.dumps(facts, sort_keys=True, default=shown)
