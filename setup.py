@@ -110,9 +110,9 @@ setup(
         "rl_core.config": ["*.yaml"],
         "rl_core.data": ["*.yaml"],
         "rl_core.run.display": ["*.yaml"],
-        "rl_core.service": ["*.proto"],
+        "rl_core.environments.service": ["*.proto"],
         "rl_core.tools": ["*.yaml"],
-        "rl_core.view": ["assets/*", "assets/vendor/*"],
+        "rl_core.tools.viewer": ["assets/*", "assets/vendor/*"],
     },
     install_requires=[
         "aiohttp>=3.14",

@@ -4,6 +4,14 @@ from rl_core import Config, reward, train
 """
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_core.config import Config
+    from rl_core.tools.api.environment import Environment
+    from rl_core.tools.viewer.notebook import view
+
+    __all__ = ["Config", "Environment", "reward", "view"]
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"rl_core needs Python >= 3.11; this is {sys.version.split()[0]}")
@@ -12,16 +20,20 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
-    """Config and Environment, imported when they are asked for. `train` is a module that can be
-    called (rl_core/api/train.py)."""
+    """Config, Environment and view, imported when they are asked for. `train` is a module that
+    can be called (rl_core/tools/api/train.py)."""
     if name == "Environment":
-        from rl_core.api.environment import Environment
+        from rl_core.tools.api.environment import Environment
 
         return Environment
     if name == "Config":
         from rl_core.config import Config
 
         return Config
+    if name == "view":
+        from rl_core.tools.viewer.notebook import view
+
+        return view
     raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
 
 

@@ -21,8 +21,8 @@ from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.loading import compute_dtype
 from rl_core.models.options import use_liger
 from rl_core.models.policy import end_token_ids
-from rl_core.plan.plan import Plan
 from rl_core.run.options import rank_group_engines
+from rl_core.run.plan.plan import Plan
 from rl_core.sampling.actor import Actor, Speaker
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample

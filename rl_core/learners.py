@@ -28,9 +28,9 @@ from rl_core.models.options import (
     choose_logprob_kernel,
     use_cpu_decoder,
 )
+from rl_core.models.parallel import fsdp
 from rl_core.models.policy import PackedForward, Policy, blocks_of, freeze_parts, without_dropout
 from rl_core.models.vision import Vision
-from rl_core.parallel import fsdp
 from rl_core.plugin import CustomComponents
 from rl_core.types import counter_seed
 
@@ -169,7 +169,7 @@ def make_policy(
         make = partial(lora.AdapterPolicy, adapters, path, is_served, parts)
         quantized = lora.quantization(adapters, dtype, ranks.device)
     elif ranks.mesh.tp > 1:
-        from rl_core.parallel.tensor_parallel import TensorParallelPolicy
+        from rl_core.models.parallel.tensor_parallel import TensorParallelPolicy
 
         make = TensorParallelPolicy
     if is_split and not quantized:
@@ -226,7 +226,7 @@ def make_forward(attention: str, ranks: Ranks) -> PackedForward:
     """The forward pass of a model with the attention kernel of this name."""
     kernel = choose_attention(attention, ranks.device)
     if ranks.mesh.cp > 1:
-        from rl_core.parallel.context_parallel import RingForward
+        from rl_core.models.parallel.context_parallel import RingForward
 
         assert ranks.cp_group is not None
         return RingForward(kernel, ranks.cp_group)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
     from rl_core.metrics import Metric
-    from rl_core.plan.plan import Plan
+    from rl_core.run.plan.plan import Plan
     from rl_core.run.run_folder import RunLog
     from rl_core.sampling.actor import Speaker
     from rl_core.sampling.engine import Engine
@@ -168,7 +168,7 @@ class Plugin:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CustomComponents:
     """Components of a script: train(config, loss=..., optimizer=..., engine=..., plugins=...).
-    api/custom_components.py checks and makes them."""
+    tools/api/custom_components.py checks and makes them."""
 
     is_script: bool = False  # train() was called, not the command.
     token_loss: Callable | None = None  # A learner.TokenLoss.

@@ -54,8 +54,8 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         gc.disable()
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.learners import is_sharded
-        from rl_core.plan.plan import make_plan
-        from rl_core.plan.rank_agreement import check_ranks_agree
+        from rl_core.run.plan.plan import make_plan
+        from rl_core.run.plan.rank_agreement import check_ranks_agree
         from rl_core.run.run_folder import locked
         from rl_core.sandbox.box_remote import SERVICES
         from rl_core.trainer import Trainer, run_to_end
@@ -73,7 +73,7 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
             check_ranks_agree(plan, ranks)
             with locked(Path(config.out)) if ranks.is_writer else nullcontext():
                 if ranks.is_engine:
-                    from rl_core.engine_ranks import make_engine_rank
+                    from rl_core.engines.engine_ranks import make_engine_rank
 
                     trainer = make_engine_rank(plan, ranks)
                 else:
@@ -98,7 +98,7 @@ def say_loading() -> None:
 
 def end_on_writer(trainer: Trainer) -> None:
     """Writes report.html and calls the last hooks of plugins. No other rank waits for them."""
-    from rl_core.view.report import write_at_end
+    from rl_core.tools.viewer.report import write_at_end
 
     if not trainer.signal:
         write_at_end(trainer)
@@ -107,8 +107,8 @@ def end_on_writer(trainer: Trainer) -> None:
 
 class CallableModule(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls train() of rl_core/api/train.py."""
-        from rl_core.api.train import train
+        """Calls train() of rl_core/tools/api/train.py."""
+        from rl_core.tools.api.train import train
 
         return train(*args, **kwargs)
 

@@ -38,10 +38,10 @@ from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learners import make_learners
 from rl_core.learning.options import step_samples
 from rl_core.metrics import Max, Mean, Metric, add_metrics
-from rl_core.plan.plan import Plan
 from rl_core.plugin import Plugin
 from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
+from rl_core.run.plan.plan import Plan
 from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.sampling.actor import Speaker

@@ -34,9 +34,9 @@ from rl_core.learning.sequence_shards import SequenceShards
 from rl_core.models.kernels.fused_norms import fuse_norms
 from rl_core.models.kernels.gpu_attention import find_kernel
 from rl_core.models.options import choose_logprob_kernel
+from rl_core.models.parallel.context_parallel import RingForward
+from rl_core.models.parallel.fsdp import shard_policy
 from rl_core.models.policy import PackedForward, Policy
-from rl_core.parallel.context_parallel import RingForward
-from rl_core.parallel.fsdp import shard_policy
 from rl_core.types import TrainingSample
 
 PROMPT = 32

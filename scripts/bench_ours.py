@@ -17,7 +17,7 @@ from bench_work import Measured, Work, completion_length
 
 from rl_core.config import parse_config
 from rl_core.distributed import close_ranks, init_ranks
-from rl_core.plan.plan import make_plan
+from rl_core.run.plan.plan import make_plan
 from rl_core.trainer import Trainer, run_to_end
 
 ENVIRONMENT = """

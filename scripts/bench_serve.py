@@ -28,8 +28,8 @@ import grpc
 import psutil
 from script_tools import ROOT, make_parser, write_json
 
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.wire import CHANNEL_OPTIONS, CODES, ENVIRONMENTS
 
 ENV = """
 max_turns = 1_000_000_000

@@ -42,8 +42,8 @@ from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.learners import make_policy
 from rl_core.models.cpu_offload import release_cached_memory
+from rl_core.models.parallel.fsdp import shard_policy
 from rl_core.models.policy import Policy
-from rl_core.parallel.fsdp import shard_policy
 from rl_core.sampling.engine import EmbeddedSpec, Engine, EngineSpec, ServerSpec
 from rl_core.types import SamplingParams
 

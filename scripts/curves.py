@@ -29,7 +29,7 @@ from script_tools import ROOT, make_parser, read_metrics, run, write_json, write
 
 from rl_core.config import RolloutConfig
 from rl_core.data.images import with_images
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.rollout import EpisodeRunner, Group

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from script_tools import ROOT, make_parser, write_rows
 
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.episode import merged
 from rl_core.types import Message, counter_seed

@@ -17,8 +17,8 @@ from aiohttp import web
 from playwright.sync_api import sync_playwright
 from script_tools import ROOT, make_parser, run
 
-from rl_core.view.data import RunFolder
-from rl_core.view.server import LOCAL, Viewer
+from rl_core.tools.viewer.data import RunFolder
+from rl_core.tools.viewer.server import LOCAL, Viewer
 
 QUICK, SECOND, TOOLS = "runs/quickstart/grpo", "runs/quickstart_2/grpo", "runs/curves/tool_use_0/rl"
 LOW = "only_step=40&only_high=0.5"

@@ -33,9 +33,9 @@ CAPTIONS = {
 }
 API = {
     "Scripts and notebooks": [
-        "rl_core.api.train: train TrainResult",
+        "rl_core.tools.api.train: train TrainResult",
         "rl_core: reward",
-        "rl_core.view.notebook: view",
+        "rl_core.tools.viewer.notebook: view",
     ],
     "What flows": [
         "rl_core.types: Task SamplingParams Completion Turn Trajectory TrainingSample PackedBatch "

@@ -1,6 +1,7 @@
 """Plays episodes of a served environment with nothing but gRPC: pip install grpcio grpcio-tools.
 
-Any language with a gRPC library can do the same from rl_core/service/environments.proto.
+Any language with a gRPC library can do the same from
+rl_core/environments/service/environments.proto.
 
     rl-core serve envs/calculator.py --port 50051
     python scripts/grpc_client.py --address 127.0.0.1:50051 --env calculator
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-PROTO = Path(__file__).parent.parent / "rl_core/service/environments.proto"
+PROTO = Path(__file__).parent.parent / "rl_core/environments/service/environments.proto"
 TIMEOUT_S = 60
 
 

@@ -16,7 +16,7 @@ from bench_learner import QWEN3, model_config
 from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Mesh
-from rl_core.plan.plan import Plan
+from rl_core.run.plan.plan import Plan
 from rl_core.tools.gpu_fit import ADAPTERS, FULL, Flags, fitting_flags
 from rl_core.tools.memory_estimate import GIB, Size, model_size
 

@@ -192,7 +192,7 @@ def use_guards() -> None:
     assert os.getpid() in descendants(os.getppid())
     assert scratch_prefix("kind") == "rl_core_kind_"
     with without_extras():
-        from rl_core.service.worker import memory_bytes
+        from rl_core.environments.service.worker import memory_bytes
 
         assert memory_bytes() == 0
 

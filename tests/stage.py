@@ -9,7 +9,7 @@ from functools import cache
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.distributed import init_ranks
 from rl_core.engines.requests import check_request

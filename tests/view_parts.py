@@ -16,10 +16,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools.view import main
+from rl_core.tools.viewer import data
+from rl_core.tools.viewer.data import RunFolder
+from rl_core.tools.viewer.server import LOCAL, Viewer
 from rl_core.types import Completion, Trajectory, Turn
-from rl_core.view import data
-from rl_core.view.data import RunFolder
-from rl_core.view.server import LOCAL, Viewer
 
 HOSTILE = (
     'x\n"], "turns": [{"token_ids": [1, 2]}], "reward": 5, "messages": [ \u2028</script><script>'

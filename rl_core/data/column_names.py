@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rl_core.data.messages import json_value
-from rl_core.data.tasks import CONTEXT_COLUMNS, PROMPT_COLUMNS
+from rl_core.data.task_rows import CONTEXT_COLUMNS, PROMPT_COLUMNS
 from rl_core.errors import nearest
 from rl_core.types import JSON, Row
 

@@ -18,7 +18,7 @@ from rl_core.data.messages import as_context, shorten
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.tasks import (
+from rl_core.data.task_rows import (
     CONVERSATIONS,
     PROMPT_COLUMNS,
     column_messages,

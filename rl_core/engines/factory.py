@@ -35,7 +35,7 @@ from rl_core.types import JSONObject, counter_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.parallel.rank_groups import RankGroup
+    from rl_core.engines.rank_groups import RankGroup
 
 MakeEngine = Callable[[EngineSpec], Engine]
 # Hosts of servers that see this machine's shared memory.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
 from rl_core.data.tables import without_null_keys
-from rl_core.data.tasks import PROMPT_COLUMNS, first_column, make_task, shorten
+from rl_core.data.task_rows import PROMPT_COLUMNS, first_column, make_task, shorten
 from rl_core.environments.env_hooks import execute_file, make_env, marked_rewards
 from rl_core.errors import nearest
 from rl_core.sampling.env import ARGUMENTS, Env

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rl_core.data.tasks import shorten
+from rl_core.data.task_rows import shorten
 from rl_core.errors import nearest
 from rl_core.sampling.episode import check_name, is_list
 from rl_core.sampling.hooks import Hook

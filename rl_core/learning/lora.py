@@ -18,9 +18,9 @@ from rl_core.data.rows import replaced
 from rl_core.distributed import Ranks
 from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
+from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.policy import Outputs, Policy, backbone, seeing_part
 from rl_core.models.weight_gathering import gathered_weights
-from rl_core.parallel.fsdp import local_slices
 from rl_core.types import PackedBatch, counter_seed
 
 if TYPE_CHECKING:

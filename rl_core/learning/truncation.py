@@ -78,7 +78,7 @@ def support_logprobs(
     cap): fp64 if hidden is, else fp32. A weight that is split over ranks gives the same on each."""
     first, split = 0, None
     if isinstance(weight_VD, DTensor):
-        from rl_core.parallel.tensor_parallel import local_slice
+        from rl_core.models.parallel.tensor_parallel import local_slice
 
         weight_VD, first, split = local_slice(weight_VD)
     z_MK = GatheredProducts.apply(hidden_MD, weight_VD, labels_MK - first, split)

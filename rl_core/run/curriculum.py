@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_core.config import Config
 from rl_core.data.episodes import episode_rewards, succeeded
-from rl_core.data.tasks import Tasks, TaskSource, shorten
+from rl_core.data.task_rows import Tasks, TaskSource, shorten
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.sampling.env import Env

@@ -16,8 +16,8 @@ from rl_core.run.curriculum import has_task_weight
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
-    from rl_core.plan.plan import Plan
     from rl_core.plugin import Plugin, RunState
+    from rl_core.run.plan.plan import Plan
     from rl_core.sampling.engine import Engine
 
 

@@ -20,7 +20,7 @@ from rl_core.sampling.engine import Engine
 from rl_core.types import JSONObject, RunError, TrainingSample
 
 if TYPE_CHECKING:
-    from rl_core.engine_ranks import RankGroupTrainer
+    from rl_core.engines.engine_ranks import RankGroupTrainer
     from rl_core.engines.lease import DeviceLease
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rl_core.data.tasks.streaming import StreamedTasks
 from rl_core.plugin import Plugin
-from rl_core.tasks.streaming import StreamedTasks
 
 if TYPE_CHECKING:
     from rl_core.types import JSONObject

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.messages import shorten, with_text_arguments
-from rl_core.data.tasks import row_tools
+from rl_core.data.task_rows import row_tools
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.actor import Conversation, EpisodeActors

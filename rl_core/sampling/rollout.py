@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from rl_core.config import Config, RolloutConfig
 from rl_core.data.episodes import succeeded
 from rl_core.data.images import set_images
-from rl_core.data.tasks import row_variables, shown_columns
+from rl_core.data.task_rows import row_variables, shown_columns
 from rl_core.sampling.actor import DRAWING, EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env

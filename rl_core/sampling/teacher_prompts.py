@@ -13,7 +13,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
 from rl_core.data.images import images_of
 from rl_core.data.messages import canonical_messages, shorten
-from rl_core.data.tasks import row_variables
+from rl_core.data.task_rows import row_variables
 from rl_core.models.loading import load_model_config, max_positions
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env

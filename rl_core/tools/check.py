@@ -72,7 +72,7 @@ def check(path: str, options: argparse.Namespace) -> JSONObject:
 
     module = None
     if "://" in path:
-        from rl_core.service.served_module import load_served
+        from rl_core.environments.service.served_module import load_served
 
         module = load_served(path)
     boxes.configure(**box_flags(options))
@@ -233,10 +233,10 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks. Checks before that every row has the columns that hooks need."""
     from rl_core.data.column_names import RenamedColumns, check_columns_exist
     from rl_core.data.rows import load_rows
-    from rl_core.data.tasks import TaskSource
+    from rl_core.data.task_rows import TaskSource
+    from rl_core.data.tasks.prompt_hook import MadePrompts
+    from rl_core.data.tasks.sources import load_other
     from rl_core.environments.env_file import check_columns
-    from rl_core.tasks.prompt_hook import MadePrompts
-    from rl_core.tasks.sources import load_other
 
     if not options.rows and not env.load_tasks:
         raise ValueError(

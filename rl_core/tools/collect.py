@@ -54,13 +54,13 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     other flags, weights, environments or rows."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
     from rl_core.environments.env_file import check_boxes
-    from rl_core.plan.plan import load_envs, train_tasks
     from rl_core.run.evaluation.played_by import (
         PlayedBy,
         facts_of_actors,
         facts_of_env,
         hash_of_rows,
     )
+    from rl_core.run.plan.plan import load_envs, train_tasks
     from rl_core.run.run_folder import locked
     from rl_core.run.saving.run_files import keep_config, write_tokenizers, write_trajectories
 

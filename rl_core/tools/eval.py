@@ -121,8 +121,8 @@ async def evaluate(
     folder an environment in which too many episodes fail does not end the others: RunError comes
     after them."""
     from rl_core.environments.env_file import check_boxes
-    from rl_core.plan.plan import eval_tasks, load_envs
     from rl_core.run.evaluation.played_by import facts_of_actors, facts_of_env, hash_of_rows
+    from rl_core.run.plan.plan import eval_tasks, load_envs
     from rl_core.types import RunError
 
     config, envs = load_envs(config)

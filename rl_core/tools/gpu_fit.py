@@ -22,7 +22,7 @@ from rl_core.tools.memory_estimate import (
 
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
-    from rl_core.plan.plan import Plan
+    from rl_core.run.plan.plan import Plan
     from rl_core.types import JSON, JSONObject
 
 Flags = dict[str, str | int | float]

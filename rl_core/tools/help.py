@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 from rl_core.config import OWN_SECTIONS, Config, known_flags
 from rl_core.config.flag_parsing import NAMED, peers
 from rl_core.errors import nearest
-from rl_core.plan.option_rules import CHOICES
+from rl_core.run.plan.option_rules import CHOICES
 
 USAGE = (
     "usage: torchrun --nproc_per_node N -m rl_core.train --model PATH --env_path FILE --out FOLDER "

@@ -25,7 +25,7 @@ from rl_core.learning.activation_memory import (
 
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
-    from rl_core.plan.plan import Plan
+    from rl_core.run.plan.plan import Plan
     from rl_core.types import JSONObject
 
 GIB = 2**30
@@ -272,9 +272,9 @@ def rounded(table: Table) -> JSONObject:
 def facts(plan: Plan) -> JSONObject:
     """Data, tokens of a step, assumptions, and for each actor that learns its parameters and
     bytes on one rank."""
+    from rl_core.data.tasks.column_use import column_use
+    from rl_core.data.tasks.row_lengths import left_out
     from rl_core.models.loading import compute_dtype
-    from rl_core.tasks.column_use import column_use
-    from rl_core.tasks.row_lengths import left_out
 
     config, mesh = plan.config, plan.mesh
     meshes, num_ranks = {}, mesh.size + config.rollout_ranks

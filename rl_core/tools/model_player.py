@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.config.actors import URL
-from rl_core.plan.model_paths import check_plays
+from rl_core.run.plan.model_paths import check_plays
 from rl_core.train import say_loading
 
 if TYPE_CHECKING:
-    from rl_core.data.tasks import TaskSource
+    from rl_core.data.task_rows import TaskSource
     from rl_core.run.evaluation.eval_folder import Cell
     from rl_core.sampling.actor import Speaker
     from rl_core.sampling.env import Env
@@ -132,7 +132,7 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
     """(the configuration in which `model` plays, the names of the actors that it is). The folder of
     a run is all actors that the run trained, RUN/hf/NAME is NAME, any other model the first that is
     trained."""
-    from rl_core.plan.plan import choose_engine
+    from rl_core.run.plan.plan import choose_engine
 
     config = choose_engine(config, 1)
     folder, names = Path(model), config.trained[:1]
@@ -162,12 +162,12 @@ async def player(
     """Engines of these actors. Raises ValueError for a model that cannot play, and for prompts that
     are too long."""
     from rl_core.actors import make_speaker
+    from rl_core.data.tasks.row_lengths import check_lengths
     from rl_core.distributed import init_ranks
     from rl_core.engines.lease import DeviceLease
     from rl_core.engines.options import engine_factory
-    from rl_core.plan.plan import make_chats
+    from rl_core.run.plan.plan import make_chats
     from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
-    from rl_core.tasks.row_lengths import check_lengths
 
     chats, endpoints = make_chats(config)
     for source in sources if chats else ():

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         if options.gpu_gib is not None:
             config = on_gpu(config)
         # Imported after parsing, so that a wrong flag answers at once.
-        from rl_core.plan.plan import make_plan
+        from rl_core.run.plan.plan import make_plan
 
         plan = make_plan(config, is_planned=True)
         result = facts(plan)

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 def curves_of(run: Path) -> dict[str, Curves]:
     """Panel -> curve -> its points (step, value). A last line that is being written, or that a
     killed run left cut short, is left out. Raises ValueError if the run has no metrics."""
-    from rl_core.view.data import RunFolder
+    from rl_core.tools.viewer.data import RunFolder
 
     folder = RunFolder(run)
     folder.read_metrics()
@@ -64,7 +64,7 @@ def curves_of(run: Path) -> dict[str, Curves]:
 
 def is_flat(curves: Curves) -> bool:
     """True if a panel has more than one step, and none of its curves changes."""
-    from rl_core.view.data import is_constant
+    from rl_core.tools.viewer.data import is_constant
 
     longest = max(len(points) for points in curves.values())
     return longest > 1 and all(
@@ -80,7 +80,7 @@ def last_values(title: str, curves: Curves) -> str:
 def draw(curves: dict[str, Curves], file: Path) -> None:
     from matplotlib.figure import Figure
 
-    from rl_core.view.data import axis_range
+    from rl_core.tools.viewer.data import axis_range
 
     figure = Figure(figsize=(12, 3.2 * -(-len(curves) // 3)), layout="constrained")
     for number, (title, panel) in enumerate(curves.items(), 1):

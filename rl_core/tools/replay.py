@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rl_core.learning.learner import Learner
     from rl_core.metrics import Metric
     from rl_core.models.policy import Policy
-    from rl_core.plan.plan import Plan
+    from rl_core.run.plan.plan import Plan
     from rl_core.types import JSONObject, PackedBatch, TrainingSample, Trajectory
 
 # Flags of the computation of steps, and of the objective of the requested one.
@@ -102,8 +102,8 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     something that the step needs was not recorded."""
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.learners import is_sharded
-    from rl_core.plan.plan import load_envs, plan_learning
     from rl_core.run.display.terminal import quiet
+    from rl_core.run.plan.plan import load_envs, plan_learning
 
     config, other = read_flags(run, flags)
     quiet()

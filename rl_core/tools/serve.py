@@ -14,24 +14,24 @@ def main(argv: list[str]) -> int:
     args = read_flags(argv)
     from rl_core.data.env_names import env_path
     from rl_core.data.rows import check_exists
-    from rl_core.service import needing_grpc
+    from rl_core.environments.service import needing_grpc
 
     args.envs = [env_path(path) for paths in args.envs for path in split(paths)]
     for path in args.envs:
         check_exists(Path(path).expanduser())
     with needing_grpc("rl-core serve"):
-        from rl_core.service.security import Access
-        from rl_core.service.server import serve
+        from rl_core.environments.service.security import Access
+        from rl_core.environments.service.server import serve
 
         access = Access.of(args)
         if args.http_port is not None:
-            from rl_core.service import gateway  # noqa: F401
+            from rl_core.environments.service import gateway  # noqa: F401
     return asyncio.run(serve(args, access))
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """Raises ValueError for flags that contradict each other."""
-    from rl_core.service.flags import DISPATCH, add_flags
+    from rl_core.environments.service.flags import DISPATCH, add_flags
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)

@@ -7,8 +7,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from rl_core.environments.service import needing_grpc
 from rl_core.errors import nearest
-from rl_core.service import needing_grpc
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     if args.what == "drain" and not args.worker:
         raise ValueError("rl-core service drain needs --worker NAME; `rl-core service workers`")
     with needing_grpc("rl-core service"):
-        from rl_core.service import manage
+        from rl_core.environments.service import manage
     if args.what == "workers":
         reply = manage.list_workers(args.url)
         text = workers_table(reply)
@@ -83,7 +83,7 @@ def as_json(reply: Message) -> str:
 
 def sessions_table(reply) -> str:
     """`reply`: a ListSessionsReply."""
-    from rl_core.service import environments_pb2 as pb
+    from rl_core.environments.service import environments_pb2 as pb
 
     names = "session", "env", "worker", "owner", "task", "age s", "idle s", "turns", "state"
     rows: list[list[str]] = [[*names]]

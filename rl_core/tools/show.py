@@ -59,7 +59,7 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
     """The files with one step's episodes. Raises ValueError if there are none; the error lists the
     steps with episodes."""
     from rl_core.data.rows import check_exists
-    from rl_core.view.data import check_inner_runs, is_run
+    from rl_core.tools.viewer.data import check_inner_runs, is_run
 
     if not run.is_dir():
         check_exists(run)
@@ -105,7 +105,7 @@ def reasons(options: argparse.Namespace) -> str:
     """A table of reasons with the number of episodes that failed, and their steps. Exceptions that
     differ by a value are one reason, which shows the first value."""
     from rl_core.data.episodes import failure_reason
-    from rl_core.view.data import RunFolder
+    from rl_core.tools.viewer.data import RunFolder
 
     run = RunFolder(options.run)
     run.refresh()

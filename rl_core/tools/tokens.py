@@ -16,7 +16,7 @@ from rl_core.types import InputImage
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
-    from rl_core.data.tasks import TaskSource
+    from rl_core.data.task_rows import TaskSource
     from rl_core.types import JSONObject, Task, TrainingSample
 
 # File and code of the environment that RL uses if --env_path is absent.
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
     """Prints each row. Returns 1 if a row is refused. Raises ValueError for a file or a template
     that cannot be read."""
     options, flags = parse(argv)
-    from rl_core.plan.plan import train_tasks
+    from rl_core.data.tasks.row_warnings import NUM_ROWS
+    from rl_core.run.plan.plan import train_tasks
     from rl_core.scratch import scratch_prefix
-    from rl_core.tasks.row_warnings import NUM_ROWS
 
     if options.rows < 1:
         raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
@@ -77,9 +77,9 @@ class RowReports:
 
     def __init__(self, flags: list[str], folder: Path):
         from rl_core.config import parse_config
-        from rl_core.plan.plan import load_envs, make_chats
+        from rl_core.data.tasks.sft_dataset import SFTDataset
         from rl_core.run.display.terminal import quiet
-        from rl_core.tasks.sft_dataset import SFTDataset
+        from rl_core.run.plan.plan import load_envs, make_chats
 
         quiet()
         (folder / NO_ENV).write_text(REWARD)
@@ -95,9 +95,9 @@ class RowReports:
         """The notes on a row, with its samples or the reason why it is refused."""
         from rl_core.data.preference_pairs import LeftOutError
         from rl_core.data.rows import row_place
-        from rl_core.data.tasks import read_row
-        from rl_core.tasks.column_use import read_messages
-        from rl_core.tasks.row_lengths import is_fit
+        from rl_core.data.task_rows import read_row
+        from rl_core.data.tasks.column_use import read_messages
+        from rl_core.data.tasks.row_lengths import is_fit
 
         where, notes = row_place(index, source.files, source.split), []
         report: JSONObject = {"row": where, "notes": notes}
@@ -117,7 +117,7 @@ class RowReports:
 
     def warnings(self, source: TaskSource) -> Iterator[str]:
         """The warnings of a training run about the kept rows of `source`."""
-        from rl_core.tasks.row_warnings import row_warnings
+        from rl_core.data.tasks.row_warnings import row_warnings
 
         return row_warnings(self.config, [source], self.spelled, self.envs, self.chats)
 
@@ -131,7 +131,7 @@ class RowReports:
                 self.spelled = self.spelled or self.dataset.spelled
                 self.dataset.spelled = None
             return [as_data(each, algorithm) for each in self.dataset.samples(task)]
-        from rl_core.data.tasks import row_variables
+        from rl_core.data.task_rows import row_variables
 
         turn_loop, samples = self.envs[task.env].turn_loop, []
         for name, chat in self.chats.items():

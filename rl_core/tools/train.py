@@ -11,7 +11,7 @@ import signal
 import sys
 
 from rl_core.config import parse_config
-from rl_core.plan.option_rules import check_options
+from rl_core.run.plan.option_rules import check_options
 from rl_core.tools.help import TRAIN, print_help
 
 

@@ -25,16 +25,16 @@ def main(argv: list[str]) -> int:
         "--report", metavar="FILE", help="write the page with its data into one file instead"
     )
     options = parser.parse_args(argv)
-    from rl_core.view.data import runs_in
+    from rl_core.tools.viewer.data import runs_in
 
     folders = [Path(name) for name in options.runs]
     runs = runs_in(folders)
     if options.report:
-        from rl_core.view.report import write_report
+        from rl_core.tools.viewer.report import write_report
 
         print(f"wrote {write_report(Path(options.report), runs)}")
         return 0
-    from rl_core.view.server import serve
+    from rl_core.tools.viewer.server import serve
 
     asyncio.run(serve(runs, options.host, options.port, folders))
     return 0

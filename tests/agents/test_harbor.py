@@ -21,7 +21,8 @@ from kit import ROOT
 
 from rl_core.data.episodes import failure_reason
 from rl_core.data.rows import load_rows
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
+from rl_core.data.tasks.sources import load_other
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import plain_chat
 from rl_core.environments.agents import dockerfile, harbor, harbor_tasks
@@ -41,7 +42,6 @@ from rl_core.sampling.watchdog import run_hooks
 from rl_core.sandbox import boxes
 from rl_core.sandbox.remote_driver import RemoteError
 from rl_core.sandbox.roots import locked, making, unreachable_mirrors
-from rl_core.tasks.sources import load_other
 from rl_core.tools import show
 from rl_core.tools.check import play
 from rl_core.tools.cli import main

@@ -29,7 +29,7 @@ from rl_core.data.preference_pairs import pair_messages
 from rl_core.data.rows import load_rows
 from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tables import load_other
-from rl_core.data.tasks import TaskSource, make_task
+from rl_core.data.task_rows import TaskSource, make_task
 
 COLOURS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [1, 2, 3], [7, 8, 9]]])
 RED = COLOURS.astype(np.uint8)  # [2, 3, 3]: two rows of three pixels.

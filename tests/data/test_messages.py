@@ -33,7 +33,8 @@ from rl_core.data.preference_pairs import reply_pair, scored_pair
 from rl_core.data.rows import load_rows
 from rl_core.data.sft_samples import sft_messages, sft_samples
 from rl_core.data.tables import load_other
-from rl_core.data.tasks import make_task, row_tools
+from rl_core.data.task_rows import make_task, row_tools
+from rl_core.data.tasks.streaming import StreamedTasks, open_stream
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents.chat_completions import read as read_request
@@ -42,7 +43,6 @@ from rl_core.environments.env_file import load_env, rows_of
 from rl_core.rewards.reward_model import RewardModel
 from rl_core.sampling.hooks import read_answer
 from rl_core.sampling.rollout import EpisodeRunner
-from rl_core.tasks.streaming import StreamedTasks, open_stream
 from rl_core.train import main as train
 from rl_core.types import SamplingParams
 

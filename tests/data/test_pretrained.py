@@ -12,8 +12,8 @@ import pytest
 from rl_core.data.chat import load_chat
 from rl_core.models.loading import load_hf_model, load_model_config
 from rl_core.models.policy import end_token_ids
-from rl_core.plan.model_paths import check_weights
 from rl_core.rewards.reward_model import RewardModel
+from rl_core.run.plan.model_paths import check_weights
 
 READERS = {
     "configuration": load_model_config,

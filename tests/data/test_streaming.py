@@ -10,9 +10,9 @@ import torch
 from kit import LETTERS, STOP, run, weights, words
 
 from rl_core.config import Config, parse_config
+from rl_core.data.tasks.streaming import KEPT_BLOCKS, StreamedTasks, open_stream
 from rl_core.environments.env_file import load_env
-from rl_core.plan.plan import make_plan
-from rl_core.tasks.streaming import KEPT_BLOCKS, StreamedTasks, open_stream
+from rl_core.run.plan.plan import make_plan
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
 

@@ -14,7 +14,7 @@ from rl_core.config import parse_config
 from rl_core.data.chat import Chat
 from rl_core.data.tool_calls import ToolCalls, python_calls, typed_value
 from rl_core.environments.env_file import load_env
-from rl_core.plan.plan import make_plan
+from rl_core.run.plan.plan import make_plan
 from rl_core.tools.cli import main
 
 KINDS = ("string", "integer", "number", "boolean", "array", "object", ["integer", "null"])

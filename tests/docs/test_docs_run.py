@@ -34,7 +34,7 @@ from kit import LETTERS, PAIRS, ROOT, TALK, RanksProcess, wait_until
 from PIL import Image
 from test_docs import PAGES, check_command, commands_in
 
-from rl_core.api import train
+from rl_core.tools.api import train
 
 # A fenced block, and the mark in the line above it.
 BLOCK = re.compile(

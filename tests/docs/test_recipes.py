@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, Qwen2Config
 
 from rl_core.config import parse_config
 from rl_core.environments.env_file import load_env
-from rl_core.plan.plan import make_plan
+from rl_core.run.plan.plan import make_plan
 from rl_core.tools.memory_estimate import facts
 from rl_core.tools.plan import describe
 from rl_core.train import main

@@ -17,7 +17,7 @@ from rl_core.config import (
     to_yaml,
 )
 from rl_core.config.rules import check_actors
-from rl_core.plan.option_rules import check_options
+from rl_core.run.plan.option_rules import check_options
 from rl_core.tools.cli import main
 from rl_core.tools.model_player import read_flags
 from rl_core.tools.replay import replay

@@ -23,8 +23,8 @@ from test_runs import COMPARED, assert_same_weights, lasting
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.config.rank_groups import numbers
 from rl_core.distributed import Mesh
-from rl_core.parallel.rank_groups import RankGroup, rank_groups_of
-from rl_core.plan.option_rules import check_options
+from rl_core.engines.rank_groups import RankGroup, rank_groups_of
+from rl_core.run.plan.option_rules import check_options
 from rl_core.run.rank_group_client import from_text, to_text
 from rl_core.types import PER_TOKEN, TrainingSample
 

@@ -43,11 +43,11 @@ from rl_core.data.messages import canonical_messages
 from rl_core.data.preference_pairs import scored_pair
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tables import read_episodes
-from rl_core.data.tasks import prompt_messages
+from rl_core.data.task_rows import prompt_messages
 from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
 from rl_core.models.vision import Vision
-from rl_core.plan.image_checks import why_no_images
 from rl_core.rewards.reward_model import RewardModel, ScoreServer, remote_scores
+from rl_core.run.plan.image_checks import why_no_images
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sampling.resumable_rollouts import FILE, read_groups, read_trajectories
 from rl_core.tools.cli import main

@@ -33,7 +33,7 @@ from rl_core.engines.server_process import own_flag, quoted_log
 from rl_core.engines.vllm import VLLMEngine
 from rl_core.engines.vllm_images import image_features
 from rl_core.engines.vllm_server import BROADCAST, OWN_FLAGS, SETTINGS, flag_of, missing_flags
-from rl_core.plan.image_checks import why_no_images
+from rl_core.run.plan.image_checks import why_no_images
 from rl_core.sampling.engine import EngineDied
 
 

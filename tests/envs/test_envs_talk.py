@@ -18,8 +18,8 @@ from kit import ROOT, metrics, run, trajectories, words
 from stage import cast
 from stage import run as play
 
+from rl_core.data.tasks.prompt_hook import MadePrompts
 from rl_core.environments.env_file import load_env
-from rl_core.tasks.prompt_hook import MadePrompts
 from rl_core.tools.cli import main as command
 from rl_core.train import main
 

@@ -17,7 +17,7 @@ from make_tiny_model import CHARACTERS
 from stage import make_groups, rollout
 
 from rl_core.config import RolloutConfig
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.distributed import Ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import load_env

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kit import load_rows
 
-from rl_core.data.tasks import TaskSource
+from rl_core.data.task_rows import TaskSource
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import check_columns, load_env
 from rl_core.rewards import maths

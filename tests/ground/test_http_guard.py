@@ -23,14 +23,14 @@ from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.remote import EngineServer, address_of
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents.endpoint import MAX_BODY_BYTES, EndpointServer
+from rl_core.environments.service.gateway import open_http
+from rl_core.environments.service.hub import Hub
+from rl_core.environments.service.security import Access
+from rl_core.environments.service.wire import MAX_REQUEST
 from rl_core.rewards import reward_model
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.service.gateway import open_http
-from rl_core.service.hub import Hub
-from rl_core.service.security import Access
-from rl_core.service.wire import MAX_REQUEST
+from rl_core.tools.viewer import server as viewer
 from rl_core.types import SamplingParams
-from rl_core.view import server as viewer
 
 CHAT = plain_chat(ToolCalls)
 TOKEN = "correct-horse-battery"

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_core.models.attention import AttentionPlan, Kernel, attention_forward
 from rl_core.models.kernels import cpu_attention, gpu_attention
 from rl_core.models.kernels.gpu_attention import TORCH, find_kernel, import_error
-from rl_core.parallel.context_parallel import RingPlan
+from rl_core.models.parallel.context_parallel import RingPlan
 
 SIZES = (1, 2, 4)
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (3, 1)}

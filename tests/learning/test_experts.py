@@ -26,10 +26,10 @@ from rl_core.learning.minibatches import active_parameters, pair_work
 from rl_core.learning.moe import find_routers
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.loading import model_class
-from rl_core.parallel.fsdp import local_slices
-from rl_core.plan.option_rules import check_options
-from rl_core.plan.plan import make_chats
+from rl_core.models.parallel.fsdp import local_slices
 from rl_core.run.display.mfu import mfu, peak_flops
+from rl_core.run.plan.option_rules import check_options
+from rl_core.run.plan.plan import make_chats
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.tools.memory_estimate import model_size
 from rl_core.tools.tiny_model import character_tokenizer

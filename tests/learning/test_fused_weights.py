@@ -22,7 +22,7 @@ from rl_core.distributed import Mesh, init_ranks, on_mesh
 from rl_core.engines.weights import checkpoint_weights
 from rl_core.learners import make_policy
 from rl_core.models import loading
-from rl_core.parallel.fsdp import fused_later
+from rl_core.models.parallel.fsdp import fused_later
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.tools.tiny_model import make_tiny_model
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import parse_config
 from rl_core.models.kernels.liger import apply_liger, check_liger
-from rl_core.plan.plan import make_plan
+from rl_core.run.plan.plan import make_plan
 
 needs_liger = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None,

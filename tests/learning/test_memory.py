@@ -30,9 +30,9 @@ from rl_core.learning.lora import adapter_parameters
 from rl_core.models import loading
 from rl_core.models.activation_offload import activations_on_host
 from rl_core.models.cpu_offload import HostCopies, piece_sizes
+from rl_core.models.parallel import fsdp
+from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.policy import Policy
-from rl_core.parallel import fsdp
-from rl_core.parallel.fsdp import local_slices
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 

@@ -46,9 +46,9 @@ from rl_core.learning.teachers.distill import local_rows
 from rl_core.learning.teachers.divergence import TopTokens, fused_divergence, make_form
 from rl_core.metrics import reduce_metrics
 from rl_core.models import logprobs as fused
-from rl_core.parallel import replicas
-from rl_core.parallel.replicas import num_replicas
-from rl_core.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
+from rl_core.models.parallel import replicas
+from rl_core.models.parallel.replicas import num_replicas
+from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
 from rl_core.types import RunError, TrainingSample

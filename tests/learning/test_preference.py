@@ -22,7 +22,7 @@ from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.data.preference_pairs import PAIR, pair_rows, reply_pair, scored_pair
 from rl_core.data.sft_samples import sft_samples
-from rl_core.data.tasks import read_row
+from rl_core.data.task_rows import read_row
 from rl_core.distributed import init_ranks
 from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner

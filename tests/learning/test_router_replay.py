@@ -19,7 +19,7 @@ from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import init_ranks
 from rl_core.engines.options import engine_factory
 from rl_core.engines.router_recorder import Recorder
-from rl_core.plan.plan import make_chats
+from rl_core.run.plan.plan import make_chats
 from rl_core.types import SamplingParams
 
 REPLAY = "--actors.policy.router_replay true"

@@ -10,11 +10,11 @@ import pytest
 from kit import metrics, trajectories
 
 from rl_core.config import parse_config
-from rl_core.data.tasks import TaskSource
+from rl_core.data.task_rows import TaskSource
+from rl_core.data.tasks.task_mix import TaskMix
 from rl_core.environments.env_file import load_env
-from rl_core.plan.plan import make_plan
 from rl_core.run.curriculum import Progress, WeightedOrder, record, task_weight
-from rl_core.tasks.task_mix import TaskMix
+from rl_core.run.plan.plan import make_plan
 from rl_core.tools.cli import main as rl_core
 from rl_core.train import main
 from rl_core.types import Task

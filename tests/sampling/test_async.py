@@ -343,13 +343,13 @@ def test_a_rank_that_only_samples_may_start_late(uneven, tmp_path):
     # It must not take the folder that the learners made meanwhile for another run's.
     (tmp_path / "late.py").write_text(
         "import os, sys, time\n"
-        "import rl_core.plan.plan\n"
+        "import rl_core.run.plan.plan\n"
         "from rl_core.train import main\n"
-        "make_plan = rl_core.plan.plan.make_plan\n"
+        "make_plan = rl_core.run.plan.plan.make_plan\n"
         "def late(config):\n"
         "    time.sleep(3 if os.environ['RANK'] == '1' else 0)\n"
         "    return make_plan(config)\n"
-        "rl_core.plan.plan.make_plan = late\n"
+        "rl_core.run.plan.plan.make_plan = late\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     run_ranks(

@@ -16,7 +16,7 @@ import torch
 from kit import load_rows, wait_until
 from stage import ROW, cast, error_of, one, play, run, talk
 
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import check_actors, check_columns, load_env
 from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import EpisodeActors

@@ -18,7 +18,7 @@ from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.data.images import images_of
 from rl_core.data.samples import samples_from_turns
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.distributed import init_ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import check_actors, check_columns, load_env

@@ -23,10 +23,10 @@ from rl_core.run.evaluation.episode_metrics import held_out_metrics, part_metric
 from rl_core.tools.check import outcomes_of
 from rl_core.tools.cli import main
 from rl_core.tools.eval import scores
+from rl_core.tools.viewer.data import RunFolder
+from rl_core.tools.viewer.tokens import advantage_of
 from rl_core.train import main as train
 from rl_core.types import Trajectory
-from rl_core.view.data import RunFolder
-from rl_core.view.tokens import advantage_of
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "custom")
@@ -46,9 +46,9 @@ READERS = {
     "tools/collect.py write_messages": "a row for each conversation",
     "tools/show.py chosen": "conversations in order",
     "tools/show.py described": "one conversation",
-    "view/data.py matching": "conversations by their own reward",
-    "view/report.py spread": "whether rewards differ at all",
-    "view/tokens.py advantage_of": "those that have a reward",
+    "tools/viewer/data.py matching": "conversations by their own reward",
+    "tools/viewer/report.py spread": "whether rewards differ at all",
+    "tools/viewer/tokens.py advantage_of": "those that have a reward",
     "run/evaluation/print_samples.py LogSamples.on_episodes": "one conversation",
 }
 LISTS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)

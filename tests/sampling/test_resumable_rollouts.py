@@ -17,7 +17,7 @@ from test_engine_contract import needs_sglang
 from test_runs import assert_same_weights, lasting
 
 from rl_core.config import RolloutConfig
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.run.saving.run_files import jsonable
 from rl_core.sampling.resumable_rollouts import (
     EpisodeRecord,

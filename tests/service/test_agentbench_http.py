@@ -15,10 +15,10 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
-from rl_core.data.tasks import make_task
+from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import load_env
-from rl_core.service import agentbench
-from rl_core.service.served_module import load_served
+from rl_core.environments.service import agentbench
+from rl_core.environments.service.served_module import load_served
 
 KINDS = ("controller", "worker", "old")
 DB = load_env(str(ROOT / "envs/agentbench_db.py"))

@@ -11,11 +11,11 @@ import pytest
 from test_sessions import ASK, Client, play, worker_of  # noqa: F401  (a fixture)
 
 from rl_core.engines.scripted import ScriptedActor, plain_chat
+from rl_core.environments.service import actors
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.speakers import Speakers
+from rl_core.environments.service.wire import ServiceError
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.service import actors
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.speakers import Speakers
-from rl_core.service.wire import ServiceError
 from rl_core.types import SamplingParams
 
 CAST = json.dumps([{"name": "policy", "max_turns": 4}, {"name": "judge", "is_trainable": False}])

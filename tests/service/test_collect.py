@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import asyncio, gc, weakref
-from rl_core.service.wire import collect_rarely
+from rl_core.environments.service.wire import collect_rarely
 
 class State:
     def __init__(self):

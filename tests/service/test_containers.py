@@ -19,15 +19,27 @@ import pytest
 import yaml
 from kit import wait_until
 
+from rl_core.environments.service import containers
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.containers import (
+    ContainedEnv,
+    Runtime,
+    Settings,
+    container_settings,
+)
+from rl_core.environments.service.gateway import Metrics
+from rl_core.environments.service.hub import Hub
+from rl_core.environments.service.security import TOKEN_VARIABLE
+from rl_core.environments.service.wire import (
+    ENVIRONMENTS,
+    HUB,
+    METHODS,
+    REPLIES,
+    REQUESTS,
+    UNUSABLE,
+)
+from rl_core.environments.service.worker import Worker
 from rl_core.sandbox import engines
-from rl_core.service import containers
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.containers import ContainedEnv, Runtime, Settings, container_settings
-from rl_core.service.gateway import Metrics
-from rl_core.service.hub import Hub
-from rl_core.service.security import TOKEN_VARIABLE
-from rl_core.service.wire import ENVIRONMENTS, HUB, METHODS, REPLIES, REQUESTS, UNUSABLE
-from rl_core.service.worker import Worker
 from rl_core.tools.serve import read_flags
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +88,7 @@ class AsProcess(Runtime):
     """The program of a container, run without one."""
 
     def argv(self, name, path, settings, hook_timeout_s):
-        line = [sys.executable, "-m", "rl_core.service.contained", path]
+        line = [sys.executable, "-m", "rl_core.environments.service.contained", path]
         return [*line, "--hook_timeout_s", str(hook_timeout_s)]
 
     def remove_argv(self, names):
@@ -290,7 +302,7 @@ def test_the_command_limits_the_container(tmp_path):
         "--name rl-core-x --label rl_core.worker=0123456789ab --cpus 0.5 --memory 512m "
         f"--memory-swap 512m --mount type=bind,source={tmp_path},target=/env,readonly --entrypoint "
         "python rl-core-chess:1 "
-        "-m rl_core.service.contained /env/boxed.py --hook_timeout_s 60"
+        "-m rl_core.environments.service.contained /env/boxed.py --hook_timeout_s 60"
     )
     settings.network = True
     argv = Runtime(program="docker", worker="0123456789ab").argv("rl-core-x", path, settings, 60.0)
@@ -399,7 +411,7 @@ def test_an_image_without_a_runtime_is_refused(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "rl_core.service.worker",
+        "rl_core.environments.service.worker",
         str(tmp_path / "boxed.py"),
         "--join",
         "127.0.0.1:1",

@@ -15,12 +15,12 @@ from grpc import StatusCode
 from kit import wait_until
 from test_service import COUNTER, TOKEN, serving
 
-from rl_core.service import client, manage, starts
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.flags import DISPATCH, TOKEN_VARIABLE
-from rl_core.service.hosted import LocalEnv
-from rl_core.service.links import WorkerLink
-from rl_core.service.worker import Worker
+from rl_core.environments.service import client, manage, starts
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.flags import DISPATCH, TOKEN_VARIABLE
+from rl_core.environments.service.hosted import LocalEnv
+from rl_core.environments.service.links import WorkerLink
+from rl_core.environments.service.worker import Worker
 from rl_core.tools import cli
 from rl_core.tools.serve import read_flags
 from rl_core.types import Task

@@ -22,11 +22,11 @@ from grpc import StatusCode
 from kit import ROOT, wait_until
 from test_service import Service, said
 
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.containers import find_runtime
+from rl_core.environments.service.security import TOKEN_VARIABLE
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.engines import OWNER, ask_engine
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.containers import find_runtime
-from rl_core.service.security import TOKEN_VARIABLE
 
 IMAGE = os.environ.get("RL_CORE_TEST_IMAGE", "")
 pytestmark = pytest.mark.skipif(
@@ -140,7 +140,7 @@ class Boxes(Service):
         return sum(
             sum(p["cpu_times"][:2])
             for p in seen
-            if "rl_core.service.contained" in (p["cmdline"] or [])
+            if "rl_core.environments.service.contained" in (p["cmdline"] or [])
         )
 
 

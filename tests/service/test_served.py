@@ -39,22 +39,22 @@ from kit import (
 
 from rl_core.config import RolloutConfig
 from rl_core.data.images import read_image
-from rl_core.data.tasks import read_row
+from rl_core.data.task_rows import read_row
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import PlainImages, ScriptedActor, plain_chat
 from rl_core.environments import env_file as environments
 from rl_core.environments.env_file import check_columns
+from rl_core.environments.service import client, connection
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.client import plain
+from rl_core.environments.service.session import read_trajectory
+from rl_core.environments.service.speakers import Speakers
+from rl_core.environments.service.wire import ServiceError, to_json
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import HookError, read_answer
 from rl_core.sampling.resumable_rollouts import read_trajectories
 from rl_core.sampling.rollout import EpisodeRunner, Group
-from rl_core.service import client, connection
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.client import plain
-from rl_core.service.session import read_trajectory
-from rl_core.service.speakers import Speakers
-from rl_core.service.wire import ServiceError, to_json
 from rl_core.tools.cli import main as command
 from rl_core.types import SamplingParams, Task
 
@@ -1274,7 +1274,7 @@ def test_a_process_that_ends_takes_its_sessions_along_at_once_and_quietly(roomy)
 import asyncio, sys, weakref
 weakref.finalize(type("Other", (), {{}}), int)  # another library's, so that its end comes after the connection's
 from rl_core.environments.env_file import load_env
-from rl_core.service.client import load_module
+from rl_core.environments.service.client import load_module
 from rl_core.types import Task
 url = {roomy.url("count")!r}
 env = load_env(url, module=load_module(url))

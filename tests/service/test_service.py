@@ -28,11 +28,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kit import ROOT, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.hub import Hub
-from rl_core.service.links import WorkerLink
-from rl_core.service.security import TOKEN_VARIABLE, Access, read_token
-from rl_core.service.wire import (
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.hub import Hub
+from rl_core.environments.service.links import WorkerLink
+from rl_core.environments.service.security import TOKEN_VARIABLE, Access, read_token
+from rl_core.environments.service.wire import (
     CHANNEL_OPTIONS,
     ENVIRONMENTS,
     HUB,
@@ -783,7 +783,7 @@ def test_a_file_that_cannot_be_served_is_refused_before_an_address_is_told(
 HOLDS = """
 import asyncio, sys, time
 from rl_core.environments.env_file import load_env
-from rl_core.service.client import load_module
+from rl_core.environments.service.client import load_module
 from rl_core.types import Task
 
 async def begin(env):

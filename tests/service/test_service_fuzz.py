@@ -14,8 +14,8 @@ import pytest
 from grpc import StatusCode
 from test_service import COUNTER, TOKEN, Service, post, serving
 
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.wire import CODES, ENVIRONMENTS, HUB, METHODS, REQUESTS
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.wire import CODES, ENVIRONMENTS, HUB, METHODS, REQUESTS
 
 OK, NOT_FOUND, WRONG = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.INVALID_ARGUMENT
 ENDED, EXISTS, LOST = (

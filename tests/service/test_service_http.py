@@ -20,10 +20,10 @@ from kit import ROOT
 from test_service import COUNTER, Service, post
 
 from rl_core import http_guard as door
+from rl_core.environments.service.gateway import open_http
+from rl_core.environments.service.hub import Hub
+from rl_core.environments.service.security import Access
 from rl_core.http_guard import Refusals
-from rl_core.service.gateway import open_http
-from rl_core.service.hub import Hub
-from rl_core.service.security import Access
 
 TOKEN = "correct-horse-battery"
 HEAD = "POST /v1/workers HTTP/1.1\r\nHost: x\r\n"

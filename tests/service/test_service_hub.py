@@ -14,17 +14,17 @@ import pytest
 from grpc import StatusCode
 from kit import ROOT
 
-from rl_core.service import environments_pb2 as pb
-from rl_core.service import hub as hub_module
-from rl_core.service import starts
-from rl_core.service.connection import Connection
-from rl_core.service.hosted import LocalEnv
-from rl_core.service.hub import Hub
-from rl_core.service.links import WorkerLink
-from rl_core.service.security import TOKEN_VARIABLE, Access, Admission
-from rl_core.service.uplink import Uplink
-from rl_core.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
-from rl_core.service.worker import Worker
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service import hub as hub_module
+from rl_core.environments.service import starts
+from rl_core.environments.service.connection import Connection
+from rl_core.environments.service.hosted import LocalEnv
+from rl_core.environments.service.hub import Hub
+from rl_core.environments.service.links import WorkerLink
+from rl_core.environments.service.security import TOKEN_VARIABLE, Access, Admission
+from rl_core.environments.service.uplink import Uplink
+from rl_core.environments.service.wire import CHANNEL_OPTIONS, ENVIRONMENTS, HUB, UNUSABLE
+from rl_core.environments.service.worker import Worker
 
 
 def beat(sessions: int = 0, capacity: int = 1, **more) -> pb.Worker:
@@ -198,7 +198,7 @@ def test_a_hub_that_stood_still_takes_no_worker_for_silent():
 
 def test_a_worker_that_its_hub_refuses_exits(tmp_path):
     (tmp_path / "e.py").write_text("def reward_fn(completion): return 1")
-    command = ["-m", "rl_core.service.worker", str(tmp_path / "e.py"), "--join"]
+    command = ["-m", "rl_core.environments.service.worker", str(tmp_path / "e.py"), "--join"]
 
     async def play() -> tuple[int, str]:
         async with listening(Hub(), "127.0.0.1:0", token="right") as port:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.service import environments_pb2 as pb
-from rl_core.service.hosted import LocalEnv
-from rl_core.service.worker import Worker
+from rl_core.environments.service import environments_pb2 as pb
+from rl_core.environments.service.hosted import LocalEnv
+from rl_core.environments.service.worker import Worker
 
 ROOT = Path(__file__).parents[2]
 CODES = {
@@ -340,7 +340,7 @@ def test_a_start_with_the_same_key_is_the_same_session(worker_of):
 
 
 def test_ended_sessions_take_bounded_memory(worker_of, monkeypatch):
-    monkeypatch.setattr("rl_core.service.worker.KEPT_ENDED", 6)
+    monkeypatch.setattr("rl_core.environments.service.worker.KEPT_ENDED", 6)
 
     async def main(worker):
         clients = [Client(worker) for _ in range(10)]

@@ -8,8 +8,8 @@ import threading
 import pytest
 from view_parts import CHROMIUM, QUIET, SCREENS, TIMEOUT_MS
 
-from rl_core.view.data import runs_in
-from rl_core.view.server import Viewer
+from rl_core.tools.viewer.data import runs_in
+from rl_core.tools.viewer.server import Viewer
 
 
 # Playwright has an event loop that runs as long as it is there: tests of other files have their own.

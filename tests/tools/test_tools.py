@@ -17,8 +17,8 @@ from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sandbox.isolation import LEVELS
 from rl_core.tools.cli import main
 from rl_core.tools.info import extras
+from rl_core.tools.viewer.data import axis_range, is_constant
 from rl_core.types import Trajectory
-from rl_core.view.data import axis_range, is_constant
 
 # Flags of others
 

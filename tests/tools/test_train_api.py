@@ -25,12 +25,12 @@ from kit import DATA, DIGITS, ROOT, metrics, run, trajectories, weights
 from PIL import Image
 
 from rl_core import Config, Environment, reward, train
-from rl_core.api.environment import as_rows
-from rl_core.api.ranks import write_rows
-from rl_core.api.train import errors_of_fields
 from rl_core.config import LoraConfig, OptimConfig
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
+from rl_core.tools.api.environment import as_rows
+from rl_core.tools.api.ranks import write_rows
+from rl_core.tools.api.train import errors_of_fields
 from rl_core.types import RunError
 
 ROWS = [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]

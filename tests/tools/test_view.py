@@ -30,9 +30,9 @@ from view_parts import (
     write_step,
 )
 
-from rl_core.view import report
-from rl_core.view.data import RunFolder, matching, panels_of
-from rl_core.view.tokens import texts
+from rl_core.tools.viewer import report
+from rl_core.tools.viewer.data import RunFolder, matching, panels_of
+from rl_core.tools.viewer.tokens import texts
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, 
 SLOW_DISK = """
 import time
 from pathlib import Path
-from rl_core.view import data
+from rl_core.tools.viewer import data
 
 def open_file(file, at_once=data.open_file):
     while not Path(GO_ON).exists():

@@ -22,11 +22,11 @@ from view_parts import (
 
 from rl_core.data.rows import write_whole
 from rl_core.run.saving.run_files import write_trajectories
+from rl_core.tools.viewer import server
+from rl_core.tools.viewer.data import RunFolder, matching
+from rl_core.tools.viewer.page import make_page
+from rl_core.tools.viewer.tokens import shown_episode
 from rl_core.types import Completion, Turn
-from rl_core.view import server
-from rl_core.view.data import RunFolder, matching
-from rl_core.view.page import make_page
-from rl_core.view.tokens import shown_episode
 
 
 @pytest.fixture

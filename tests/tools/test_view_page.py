@@ -30,9 +30,9 @@ from view_parts import (
 
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools.view import main
-from rl_core.view import report as report_module
-from rl_core.view import server, tokens
-from rl_core.view.data import axis_range
+from rl_core.tools.viewer import report as report_module
+from rl_core.tools.viewer import server, tokens
+from rl_core.tools.viewer.data import axis_range
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")]
 AXE = Path(__file__).parents[1] / "axe/axe.min.js"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING
 
-from rl_core.data.tasks import PROMPT_COLUMNS
+from rl_core.data.task_rows import PROMPT_COLUMNS
 from rl_core.environments.agents.endpoint import Endpoint, EndpointServer
 from rl_core.environments.agents.program import (
     CommandResult,

@@ -310,6 +310,6 @@ def local_rows(weight_VD: Tensor) -> tuple[Tensor, int, VocabularySplit | None]:
     """(this rank's rows of a head's weight, id of the first row, object that merges ranks)."""
     if not isinstance(weight_VD, DTensor):
         return weight_VD, 0, None
-    from rl_core.parallel.tensor_parallel import local_slice
+    from rl_core.models.parallel.tensor_parallel import local_slice
 
     return local_slice(weight_VD)

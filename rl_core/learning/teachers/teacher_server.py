@@ -19,7 +19,7 @@ import httpx
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl_core.data.tasks import shorten
+from rl_core.data.task_rows import shorten
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.teachers.distill import Teacher, TeacherOutput
 from rl_core.types import JSON, JSONObject, PackedBatch, RunError

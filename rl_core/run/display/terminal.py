@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from rl_core.config import ActorConfig, flat
+from rl_core.data.tasks.row_lengths import left_out
 from rl_core.distributed import MPS
 from rl_core.errors import printable
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.warnings import RunWarnings
-from rl_core.tasks.row_lengths import left_out
 
 if TYPE_CHECKING:
     from rl_core.learning.learner import Learner

@@ -29,10 +29,10 @@ from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import TOKENIZERS, write_whole
+from rl_core.data.tasks.row_warnings import data_warnings
 from rl_core.errors import split
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
-from rl_core.tasks.row_warnings import data_warnings
 from rl_core.types import JSON, JSONObject, Trajectory
 
 # Entries of flags that are dictionaries.

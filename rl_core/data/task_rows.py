@@ -1,0 +1,389 @@
+"""Rows -> Tasks, and the order in which they come. The only state is a position: the number of
+tasks drawn so far."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rl_core.data.images import (
+    IMAGE_COLUMNS,
+    place_images,
+    row_images,
+    with_images,
+    without_pixels,
+)
+from rl_core.data.messages import (
+    MEDIA_KEYS,
+    NOT_READ,
+    as_context,
+    canonical_messages,
+    canonical_tools,
+    json_value,
+    messages_in_text,
+    shorten,
+    text_of,
+)
+from rl_core.data.row_forms import conversation_in, read_form
+from rl_core.data.rows import data_folder, row_place, row_source
+from rl_core.errors import nearest
+from rl_core.types import JSON, JSONObject, Message, Row, Task, counter_seed
+
+# Columns of the first messages; the first of these columns that a row has is used.
+PROMPT_COLUMNS = (
+    "messages",
+    "prompt",
+    "conversations",
+    "conversation",
+    "question",
+    "problem",
+    "instruction",
+    "input",
+)
+# Columns of whole conversations, whose replies at the end are not part of an RL prompt.
+CONVERSATIONS = ("messages", "conversations", "conversation")
+# Columns of the text of a system message before them.
+SYSTEM_COLUMNS = ("system", "system_prompt")
+# Columns that are read next to a prompt. A column of another kind needs another name.
+CONTEXT_COLUMNS = (*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs")
+LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
+# Marks in a text for the entries of a column of videos or audio.
+MEDIA = re.compile("<(video|audio)>")
+# Limits of the columns that rollouts/ keeps of a row.
+MAX_COLUMNS, MAX_COLUMN_CHARS = 50, 2000
+
+
+def make_task(
+    row: Row,
+    index: int,
+    env: str,
+    split: str,
+    is_pair: bool = False,
+    location: str = "",
+    folder: Path | None = None,
+) -> Task:
+    """The task of row `index` (from 0), read by read_row(). A preference pair has no messages."""
+    location = location or row_place(index, (), split)
+    try:
+        row = read_row(row, folder=folder)
+        messages = [] if is_pair else prompt_messages(row)
+        row_tools(row)
+        row_variables(row)
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from None
+    return Task(id=f"{split}/{index}", env=env, row=row, messages=messages, place=location)
+
+
+def read_row(row: Row, notes: list[str] | None = None, folder: Path | None = None) -> Row:
+    """The row in the form that SFT, RL and pairs read; see read_form(). Its images, whose paths
+    begin in `folder`, are data: URLs."""
+    return read_form(with_images(row, folder), PROMPT_COLUMNS, notes)
+
+
+def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
+    """The messages in the first of PROMPT_COLUMNS that a row has, or its text as a user message,
+    behind those of its system and history columns. The replies at the end of CONVERSATIONS are
+    left out, because they are the solution."""
+    column = first_column(row, PROMPT_COLUMNS)
+    if column is None:
+        have = ", ".join(map(str, row)) or "no columns"
+        raise ValueError(
+            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; "
+            "another column is read by --data.columns prompt=NAME, or messages=NAME for "
+            "conversations that end with the solution"
+        )
+    messages = column_messages(row, column, notes=notes)
+    num_messages = len(messages)
+    if column in CONVERSATIONS:
+        while len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages.pop()
+    if len(messages) < num_messages and notes is not None:
+        notes.append(LEFT_OUT.format(column))
+    return with_opening(row, messages, notes)
+
+
+def with_opening(
+    row: Row, messages: list[Message], notes: list[str] | None = None
+) -> list[Message]:
+    """The messages behind those of a row's columns `system` or `system_prompt` and `history`, with
+    the images of its columns. Raises ValueError for two system messages that differ."""
+    if urls := row_images(row):
+        messages = place_images(messages, urls)
+    media = [column for column in MEDIA_KEYS if column in row and column not in IMAGE_COLUMNS]
+    has_mark = bool(media) and any(MEDIA.search(text_of(message)) for message in messages)
+    for column in media:
+        if has_mark and row[column] not in (None, [], ""):
+            raise ValueError(f"column {column!r}, to which a mark in the text points, {NOT_READ}")
+    texts = {}
+    for column in SYSTEM_COLUMNS:
+        text = row.get(column)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(
+                f"column {column!r} must be a text, is {shorten(text)}{renaming(column)}"
+            )
+        if text and text.strip():
+            texts[f"column {column!r}"] = text
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    if has_system and texts:
+        texts["the messages"] = text_of(messages[0])
+    if len({text.strip() for text in texts.values()}) > 1:
+        raise ValueError(
+            f"{' and '.join(texts)} have system messages that differ: leave one of them out"
+            f"{renaming(next(column for column in SYSTEM_COLUMNS if row.get(column)))}"
+        )
+    opening = messages[:has_system]
+    if texts and not has_system:
+        opening = canonical_messages([{"role": "system", "content": next(iter(texts.values()))}])
+        if notes is not None:
+            notes.append(f"{next(iter(texts))} read as a system message")
+    return opening + row_history(row, notes) + messages[has_system:]
+
+
+def row_history(row: Row, notes: list[str] | None = None) -> list[Message]:
+    """The turns in a row's column `history`: messages, or pairs of a question and its answer. They
+    are context. Raises ValueError for anything else."""
+    history = row.get("history")
+    if history is None or (isinstance(history, (str, list, tuple)) and not history):
+        return []
+    messages: list[JSON] = []
+    for turn in history if isinstance(history, (list, tuple)) else [None]:
+        if isinstance(turn, dict):
+            messages.append(turn)
+        elif isinstance(turn, (list, tuple)) and [type(text) for text in turn] == [str, str]:
+            messages.append({"role": "user", "content": turn[0]})
+            messages.append({"role": "assistant", "content": turn[1]})
+        else:
+            raise ValueError(
+                "column 'history' must be a list of messages, or of pairs of a question and its "
+                f"answer; is {shorten(history)}{renaming('history')}"
+            )
+    try:
+        read = canonical_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"column 'history': {error}{renaming('history')}") from None
+    if notes is not None:
+        notes.append("column 'history' read as context")
+    return as_context(read)
+
+
+def row_variables(row: Row) -> JSONObject:
+    """The variables of the chat template in a row's column `chat_template_kwargs`: an object, or
+    its JSON text. Raises ValueError for anything else."""
+    column = row.get("chat_template_kwargs")
+    value = json_value(column) if isinstance(column, str) and column.strip() else column or {}
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"column 'chat_template_kwargs' must be an object, or its JSON text; is "
+            f"{shorten(column)}{renaming('chat_template_kwargs')}"
+        )
+    return {name: each for name, each in value.items() if each is not None}
+
+
+def shown_columns(task: Task) -> dict[str, str]:
+    """The columns of a task's row as text, each cut after MAX_COLUMN_CHARS, for who judges its
+    replies. Columns that the prompt shows whole, and empty ones, are left out."""
+    contents = (message.get("content") or "" for message in task.messages)
+    shown = {"", column_text(task.messages), *map(column_text, contents)}
+    columns = {}
+    for name, value in task.row.items():
+        text = "" if value is None or name == "chat_template_kwargs" else column_text(value)
+        if text not in shown and len(columns) < MAX_COLUMNS:
+            columns[name] = text
+    return columns
+
+
+def column_text(value: JSON) -> str:
+    """A text, or the JSON of another value, cut after MAX_COLUMN_CHARS. load_tasks() may return any
+    objects: the type stands for a value that has no text."""
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    value = without_pixels(value)
+    text = ""
+    try:
+        if isinstance(value, (list, tuple, dict, bool)):
+            encoder = json.JSONEncoder(ensure_ascii=False, skipkeys=True, default=str)
+            # Piece by piece, as a value may have megabytes.
+            for piece in encoder.iterencode(value):
+                text += piece
+                if len(text) > MAX_COLUMN_CHARS:
+                    break
+        else:  # Objects of other libraries shorten themselves.
+            text = str(value)
+    except Exception:
+        text = type(value).__name__
+    return text if len(text) <= MAX_COLUMN_CHARS else f"{text[:MAX_COLUMN_CHARS]} ..."
+
+
+def renaming(column: str) -> str:
+    """The end of an error about one of CONTEXT_COLUMNS that may hold something else."""
+    return f"; a column of another kind is renamed by --data.columns my_{column}={column}"
+
+
+def first_column(row: Row, names: Sequence[str]) -> str | None:
+    """The first of these columns with a value; else the first that exists."""
+    for name in names:
+        if row.get(name) is not None:
+            return name
+    return next((name for name in names if name in row), None)
+
+
+def column_messages(
+    row: Row, column: str, role: str = "user", notes: list[str] | None = None
+) -> list[Message]:
+    """A column's messages, and `notes`, as of canonical_messages. Text, but in `messages`, is one
+    message of `role`, and `input` the rest of `instruction`. Raises ValueError if there are none,
+    and as canonical_messages."""
+    if column not in row:
+        raise ValueError(
+            f"it needs a column {column!r}; {nearest(column, row)}; read another by "
+            f"--data.columns {column}=NAME"
+        )
+    value = conversation_in(row[column], role)
+    if isinstance(value, str):
+        value = messages_in_text(value)
+    if isinstance(value, str) and column in CONVERSATIONS:
+        value = json_value(value)
+    if value is not row[column] and notes is not None:
+        notes.append(f"column {column!r} read as {len(value)} messages")
+    if isinstance(value, str) and column != "messages":
+        rest = row.get("input") if column == "instruction" else None
+        if rest and not isinstance(rest, str):
+            raise ValueError(
+                f"column 'input' next to 'instruction' must be a text, is {shorten(rest)}"
+            )
+        if rest:
+            value = f"{value}\n\n{rest}"
+        value = {"role": role, "content": value}
+    if isinstance(value, dict):  # one message, as ShareGPT's pairs have it
+        value = [value]
+    try:
+        return canonical_messages(value, notes)
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from None
+
+
+def row_tools(row: Row, notes: list[str] | None = None) -> list[JSONObject] | None:
+    """The tools in a row's column `tools`, as of canonical_tools. Raises ValueError."""
+    try:
+        return canonical_tools(row.get("tools"), notes)
+    except ValueError as error:
+        raise ValueError(f"column 'tools' {error}{renaming('tools')}") from None
+
+
+class TaskOrder(Protocol):
+    def row_index(self, position: int) -> int:
+        """Index among the kept rows of the row at a position."""
+        ...
+
+
+class RowOrder:
+    """The row at each position: every epoch is a new permutation, drawn from the seed and its
+    number."""
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool):
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = -1
+        self.permutation: np.ndarray | None = None
+
+    def row_index(self, position: int) -> int:
+        epoch, offset = divmod(position, self.num_rows)
+        if not self.shuffle:
+            return offset
+        if epoch != self.epoch:
+            # RandomState's stream never changes, unlike default_rng's: a run may resume with
+            # another numpy.
+            random = np.random.RandomState(counter_seed(self.seed, "order", epoch))
+            self.epoch, self.permutation = epoch, random.permutation(self.num_rows)
+        assert self.permutation is not None
+        return int(self.permutation[offset])
+
+
+class Tasks(Protocol):
+    """Tasks of one or several environments, in the order in which a run draws them."""
+
+    @property
+    def sources(self) -> Sequence[TaskSource]: ...
+
+    def __len__(self) -> int: ...
+
+    def task(self, position: int) -> Task: ...
+
+    def drawn_before(self, position: int) -> list[int]: ...
+
+
+class TaskSource:
+    """The tasks of one environment's split, in order. data/tasks/task_mix.py mixes those of several
+    environments."""
+
+    def __init__(
+        self,
+        rows: Sequence,
+        *,
+        env: str,
+        split: str,
+        seed: int,
+        shuffle: bool,
+        is_pairs: bool = False,
+        files: Sequence[tuple[str, int]] = (),
+    ):
+        """`files`: names and row counts of load_rows(); empty for rows of load_tasks()."""
+        self.rows = rows
+        self.env = env
+        self.split = split
+        self.seed = seed
+        self.shuffle = shuffle
+        self.is_pairs = is_pairs
+        self.files = files
+        self.sources: list[TaskSource] = [self]
+        # Reason other than length -> number of pairs that are left out for it.
+        self.left_out: Counter[str] = Counter()
+        self.keep(range(len(rows)))
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __iter__(self) -> Iterator[Task]:
+        """Every task once, in the file's order."""
+        return map(self.task_of_row, self.kept)
+
+    def task(self, position: int) -> Task:
+        """The task at a position, the number of tasks drawn since the run began, over all
+        epochs."""
+        return self.task_of_row(self.kept[self.order.row_index(position)])
+
+    def task_of_row(self, index: int) -> Task:
+        location = row_place(index, self.files, self.split)
+        row, folder = self.rows[index], self.folder_of(index)
+        return make_task(row, index, self.env, self.split, self.is_pairs, location, folder)
+
+    def folder_of(self, index: int) -> Path | None:
+        """The folder in which paths of a row's images begin."""
+        return data_folder(row_source(index, self.files)[0])
+
+    def drawn_before(self, position: int) -> list[int]:
+        """Number of tasks of each source before a position."""
+        return [position]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Keeps only these rows. Their ids do not change."""
+        if not indices:
+            flag = self.split.partition("/")[0]
+            fix = f"no row; give some by --data.{flag} or load_tasks({flag!r})"
+            if len(self.rows):
+                fix = "no row that fits; raise --max_prompt_tokens"
+            if self.left_out.total() == len(self.rows) > 0:
+                fix = f"no pair with a preference: all have {' or '.join(self.left_out)}"
+            raise ValueError(f"{self.env}: the {self.split} data set has {fix}")
+        self.kept = indices
+        self.draw_by(RowOrder(len(indices), self.seed, self.shuffle))
+
+    def draw_by(self, order: TaskOrder) -> None:
+        self.order = order

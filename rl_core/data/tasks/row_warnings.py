@@ -1,0 +1,190 @@
+"""Warnings about a run's rows: oddities that can be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
+
+from rl_core.algorithms import Algorithm
+from rl_core.config import Config
+from rl_core.data.chat import Chat
+from rl_core.data.messages import shorten
+from rl_core.data.rows import row_place
+from rl_core.data.task_rows import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
+from rl_core.data.tasks.column_use import NUM_ROWS, column_use, fix_of
+from rl_core.sampling.env import Env
+
+MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
+NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
+
+
+def data_warnings(
+    config: Config,
+    algorithm: Algorithm,
+    train: Tasks,
+    evals: dict[str, TaskSource],
+    spelled: tuple[str, str] | None = None,
+    envs: Mapping[str, Env] | None = None,
+    chats: Mapping[str, Chat] | None = None,
+) -> Iterator[str]:
+    """Warnings about the sizes of a run and its held-out rows, and row_warnings()."""
+    if config.tasks_per_step > len(train) and not config.data.streaming:
+        yield (
+            f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
+            f"there are {len(train)} training rows"
+        )
+    if config.num_epochs:
+        yield from epoch_warnings(config.num_epochs, train, envs or {})
+    trained = {source.env for source in train.sources}
+    evaluated = {source.env for source in evals.values()}
+    for name in config.env_paths if algorithm.is_rl else ():
+        if name not in trained | evaluated:
+            yield f"{name} is never played, as it has held-out rows alone: give --eval_every"
+        elif name not in trained and config.env(name).is_trained_in:
+            yield f"{name} has no training rows: it is evaluated and not trained"
+    train_rows: dict[str, set[int]] = {}  # Hashes of rows by environment.
+    for other in train.sources:
+        if other.env in evaluated:
+            train_rows.setdefault(other.env, set()).update(row_hashes(other, NUM_TRAIN_ROWS))
+    for name, source in evals.items():
+        held_out = row_hashes(source, NUM_ROWS)
+        num_both = sum(row in train_rows.get(source.env, ()) for row in held_out)
+        if num_both:
+            yield (
+                f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "
+                "rows too; --data.eval or load_tasks must give others"
+            )
+    sources = [*train.sources, *evals.values()]
+    yield from row_warnings(config, sources, spelled, envs or {}, chats or {})
+
+
+def epoch_warnings(num_epochs: float, train: Tasks, envs: Mapping[str, Env]) -> Iterator[str]:
+    """A warning for weights by which rows are drawn more or less often than --num_epochs."""
+    num_drawn = train.drawn_before(round(num_epochs * len(train)))
+    often, is_uneven = [], False
+    for source, num in zip(train.sources, num_drawn, strict=True):
+        often.append(f"of {source.env} {num / len(source):.3g} times")
+        is_uneven |= abs(num - num_epochs * len(source)) >= 1
+        if source.env in envs and "task_weight" in envs[source.env].hooks:
+            yield (
+                f"--num_epochs {num_epochs:g} draws {num} tasks of the {len(source)} rows of "
+                f"{source.env} by task_weight(): some rows more often than others"
+            )
+    if is_uneven:
+        yield (
+            f"--num_epochs {num_epochs:g} with --envs.NAME.weight draws a row {', '.join(often)}; "
+            f"without weights each is drawn {num_epochs:g} times"
+        )
+
+
+def row_warnings(
+    config: Config,
+    sources: Sequence[TaskSource],
+    spelled: tuple[str, str] | None,
+    envs: Mapping[str, Env],
+    chats: Mapping[str, Chat],
+) -> Iterator[str]:
+    """Warnings about rows. `spelled`: a row with a reply that spells a special token, and the
+    token."""
+    if spelled:
+        row, token = spelled
+        yield (
+            f"{row}: a reply spells the special token {token!r}, which is trained as text: the "
+            "model learns to write these characters, not the token (docs/sft.md); others may too"
+        )
+    for source in sources if config.is_rl else ():
+        tasks = [(task, [m["role"] for m in task.messages]) for task in islice(source, NUM_ROWS)]
+        odd = [task for task, roles in tasks if roles[-1] == "assistant" or "user" not in roles]
+        if odd:
+            yield (
+                f"{len(odd)} of the first {len(tasks)} prompts of {source.env} end with an "
+                "assistant's turn, or have no user "
+                f"message, such as {odd[0].place}"
+            )
+    chat = next((chats[name] for name in config.trained if name in chats), None)
+    yield from column_warnings(config, sources, envs, chat)
+    yield from tool_warnings(config, sources, envs, chats)
+
+
+def column_warnings(
+    config: Config, sources: Sequence[TaskSource], envs: Mapping[str, Env], chat: Chat | None
+) -> Iterator[str]:
+    """Warnings about columns and messages, each once by environment and column or remark."""
+    warned: set[tuple[str, str]] = set()
+
+    def is_new(source: TaskSource, about: str) -> bool:
+        is_known = (source.env, about) in warned
+        warned.add((source.env, about))
+        return not is_known
+
+    for source in sources:
+        env = envs.get(source.env)
+        use = column_use(config, source, env, chat)
+        among = f"of the first {use.num_rows} rows of {source.env}"
+        for remark, rows in use.remarks.items():
+            if is_new(source, remark):
+                location = row_place(rows[0], source.files, source.split)
+                yield f"{len(rows)} {among}, such as {location}: {remark}"
+        for column, num in use.lost.items():
+            if is_new(source, column):
+                yield (
+                    f"column {column!r}, which {num} {among} have, is not read: prompts are made "
+                    f"of {', '.join(use.prompt)}; {fix_of(column, use)}"
+                )
+        if use.equal >= MIN_EQUAL and 2 * use.equal > use.num_rows and is_new(source, "equal"):
+            yield (
+                f"{use.equal} {among} have the same prompt, {shorten(use.equal_prompt)}; "
+                "--data.columns prompt=NAME reads another column"
+            )
+        if others := [repr(column) for column in use.long if is_new(source, column)]:
+            yield (
+                f"nothing reads the long texts or lists in {', '.join(others)} {among}; "
+                "--data.columns NAME=COLUMN reads one (docs/runs.md)"
+            )
+        if keys := [repr(key) for key in use.keys if is_new(source, f"key {key}")]:
+            yield (
+                f"nothing reads the keys {', '.join(keys)} of assistants' messages {among}; "
+                '"train": false leaves a message out of the loss (docs/sft.md)'
+            )
+        replaced = [column for column in SYSTEM_COLUMNS if column in use.prompt]
+        if env and env.turn_loop.system_prompts and replaced and is_new(source, "system_prompts"):
+            yield (
+                f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
+                f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"
+            )
+
+
+def tool_warnings(
+    config: Config,
+    sources: Sequence[TaskSource],
+    envs: Mapping[str, Env],
+    chats: Mapping[str, Chat],
+) -> Iterator[str]:
+    """Warnings about tools that a trained actor does not read of, one by environment and actor."""
+    warned: set[tuple[str, str]] = set()
+    names = [name for name in config.trained if name in chats]
+    for source in sources if names else ():
+        env = envs.get(source.env)
+        if env is not None and "rollout" in env.hooks:
+            continue  # The function writes its own messages, which may describe the tools.
+        for task, name in product(islice(source, NUM_ROWS), names):
+            if (source.env, name) in warned:
+                continue
+            tools, messages = row_tools(task.row), task.messages
+            if env is not None:
+                tools, messages = env.turn_loop.tools_of(task), env.turn_loop.opening(task, name)
+            chat = chats[name].with_variables(row_variables(task.row))
+            if unread := chat.unread_tools(messages, tools):
+                warned.add((source.env, name))
+                yield (
+                    f"{task.place}: the chat template of actor {name} renders no tools, and no "
+                    f"message names {unread[0]!r}: the model does not know its tools; describe "
+                    "them in a message, or give another template with "
+                    "--actors.NAME.chat_template FILE"
+                )
+
+
+def row_hashes(source: TaskSource, num: int) -> list[int]:
+    """Hashes of the first rows, which do not depend on the order of columns."""
+    rows = (source.rows[index] for index in source.kept[:num])
+    return [hash(repr(sorted(row.items()))) for row in rows]

@@ -1,0 +1,113 @@
+"""Samples of rows for SFT, or of pairs for DPO and reward models. No row is tokenized twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from rl_core.config import Config
+from rl_core.data.chat import Chat, text_of
+from rl_core.data.preference_pairs import LeftOutError, pair_messages, reply_pair, scored_pair
+from rl_core.data.rows import is_trajectory
+from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
+from rl_core.data.task_rows import Tasks
+from rl_core.types import Message, Row, Task, TrainingSample
+
+CACHED_TOKENS = 4_000_000  # 100 MB
+# Preset -> (chat, row, *sft.weights) -> TrainingSamples of a row of data.
+SAMPLES = {"sft": sft_samples, "dpo": reply_pair, "rm": scored_pair}
+
+
+def check_rows(config: Config, rows: Sequence[Row], path: str, is_train: bool) -> None:
+    """Raises ValueError for rollouts outside of SFT, or for other rows with --data.min_reward."""
+    if is_trajectory(rows[0]) and config.algorithm != "sft":
+        raise ValueError(f"{path} holds a run's episodes, which are for --algorithm sft; name rows")
+    tables = [table for table in getattr(rows, "datasets", [rows]) if len(table)]
+    min_reward = config.data.min_reward
+    if is_train and min_reward is not None and not all(is_trajectory(table[0]) for table in tables):
+        raise ValueError(
+            f"--data.min_reward={min_reward} is for a run's rollouts, and {path} holds none; drop "
+            "it"
+        )
+
+
+class SFTDataset:
+    """Tokenizes rows. Keeps the samples of the check at start-up, up to CACHED_TOKENS."""
+
+    def __init__(self, config: Config, chat: Chat):
+        self.config, self.chat = config, chat
+        self.known: dict[str, list[TrainingSample]] = {}  # Samples by the task's id.
+        self.left_out: dict[str, str] = {}  # Reasons by the ids of pairs that are left out.
+        self.num_tokens = 0
+        # The first row with a reply that spells a special token, and the token.
+        self.spelled: tuple[str, str] | None = None
+
+    def samples(self, task: Task, group_id: str = "") -> list[TrainingSample]:
+        """The samples of one row or of one pair; none for a pair that is left out. Raises
+        ValueError if it is too long, unless such rows are skipped."""
+        samples = self.known.get(task.id)
+        if samples is None:
+            try:
+                samples = self._tokenize(task)
+            except LeftOutError as error:
+                self.left_out[task.id], samples = str(error), []
+            except ValueError as error:
+                raise ValueError(f"{task.place}: {error}") from None
+            self.num_tokens += sum(len(sample.token_ids) for sample in samples)
+            if self.num_tokens <= CACHED_TOKENS:
+                self.known[task.id] = samples
+        return [replace(sample, group_id=group_id) for sample in samples]
+
+    def samples_at(self, tasks: Tasks, positions: Iterable[int]) -> list[TrainingSample]:
+        """Samples of the tasks at these positions."""
+        samples = []
+        for position in positions:
+            samples += self.samples(tasks.task(position), f"{position:012d}")
+        return samples
+
+    def _tokenize(self, task: Task) -> list[TrainingSample]:
+        config, limit = self.config, self.config.max_context_tokens
+        named = f"{limit} (max_prompt_tokens + max_tokens)"
+        conversations, replies = trained_messages_of(task.row, config.algorithm)
+        least = max(map(self.chat.least_tokens, conversations))
+        if least > limit:  # It is not encoded.
+            fits("a sequence", least, limit, named, config.data.skip_long, "at least ")
+            return []
+        weights = config.sft.weights if config.algorithm == "sft" else ()
+        samples = SAMPLES[config.algorithm](self.chat, task.row, *weights)
+        longest = max([len(sample.token_ids) for sample in samples], default=0)
+        if not self.spelled and (token := spelled_token(self.chat, replies)):
+            self.spelled = task.place, token
+        is_fit = fits("a sequence", longest, limit, named, config.data.skip_long)
+        return samples if is_fit else []
+
+
+def trained_messages_of(row: Row, algorithm: str) -> tuple[list[list[Message]], list[Message]]:
+    """(a row's conversations up to the last message that is trained, the trained messages)."""
+    if algorithm == "sft":
+        messages = sft_messages(row)
+        trained = trained_messages(messages)
+        return [messages[: trained[-1] + 1]], [messages[i] for i in trained]
+    sides = pair_messages(row)
+    replies = [message for _, reply in sides for message in reply]
+    return [context + reply for context, reply in sides], replies
+
+
+def spelled_token(chat: Chat, replies: list[Message]) -> str | None:
+    """The first special token that a trained reply spells as text."""
+    for message in replies:
+        text = text_of(message) + message.get("reasoning_content", "")
+        if match := chat.special_token.search(text):
+            return match[0]
+    return None
+
+
+def fits(text: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
+    """True if `length` is at most `limit`. Raises ValueError if it is longer and such rows are not
+    left out. The error names `text`, which was measured, and puts `bound` before the length."""
+    if length > limit and not skip_long:
+        raise ValueError(
+            f"{text} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
+            "rows out with --data.skip_long"
+        )
+    return length <= limit

@@ -1,0 +1,161 @@
+"""Tasks of a run: training rows and held-out rows of each environment, from files, folders of
+Harbor tasks, the hub, or load_tasks()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from rl_core.algorithms import make_algorithm
+from rl_core.config import Config
+from rl_core.data import tables
+from rl_core.data.column_names import RenamedColumns, check_columns_exist
+from rl_core.data.preference_pairs import pair_rows
+from rl_core.data.rows import is_tasks_folder, load_rows
+from rl_core.data.task_rows import Tasks, TaskSource
+from rl_core.data.tasks.eval_sets import held_out as held_out_sets
+from rl_core.data.tasks.prompt_hook import MadePrompts
+from rl_core.data.tasks.sft_dataset import check_rows
+from rl_core.data.tasks.streaming import streamed_tasks
+from rl_core.data.tasks.task_mix import TaskMix
+from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows
+from rl_core.environments.env_file import check_columns
+from rl_core.sampling.env import Env
+from rl_core.types import Row
+
+# Name of an environment -> its held-out tasks by the name of their set.
+HeldOut = Callable[[str], dict[str, TaskSource]]
+
+
+def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None = None) -> Tasks:
+    """Training tasks of all environments. One that has held-out rows alone is left out."""
+    held_out = held_out or partial(held_out_tasks, config, envs)
+    sources, weights = [], []
+    names = list(envs or ["data"])
+    for name in names:
+        section = config.env(name)
+        if not section.is_trained_in:
+            continue
+        path = section.train or config.data.train
+        if config.data.streaming:
+            return streamed_tasks(config, envs.get(name), name, path)
+        source = load_source(config, envs.get(name), name, "train", path)
+        if source is None:
+            if len(names) > 1 and held_out(name):
+                continue
+            flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
+            raise ValueError(
+                f"{flag} is missing: a file or `datasets` name{without_rows(envs.get(name))}"
+            )
+        sources.append(source)
+        weights.append(section.weight)
+    if not sources:
+        raise ValueError(
+            f"--env_path {config.env_path}: no environment has training rows; add rows to one "
+            "with --envs.NAME.train, or with load_tasks('train') in its file"
+        )
+    if len(sources) == 1:
+        return sources[0]
+    is_by_rows = config.num_epochs and weights == [None] * len(weights)
+    shares = None if is_by_rows else [1.0 if weight is None else weight for weight in weights]
+    return TaskMix(sources, shares)
+
+
+def without_rows(env: Env | None) -> str:
+    """The end of an error message: the reason why an environment has no training rows."""
+    if env is None:
+        return ""
+    if env.load_tasks is None:
+        return f"; {env.path} has no load_tasks"
+    return f"; load_tasks('train') of {env.path} returns no rows"
+
+
+def eval_tasks(
+    config: Config, envs: dict[str, Env], held_out: HeldOut | None = None
+) -> dict[str, TaskSource]:
+    """Held-out tasks by the name of their environment or set. Raises ValueError if there are
+    none."""
+    held_out = held_out or partial(held_out_tasks, config, envs)
+    sources: dict[str, TaskSource] = {}
+    for name in envs or ["data"]:
+        sources |= held_out(name)
+    if not sources:
+        raise ValueError(
+            "an evaluation has no held-out rows: --data.eval is missing, and no load_tasks(split) "
+            "of an environment returns rows for 'eval'; name rows by --data.eval rows.jsonl"
+        )
+    return sources
+
+
+def held_out_tasks(config: Config, envs: dict[str, Env], name: str) -> dict[str, TaskSource]:
+    """Held-out tasks of one environment, by the names of its sets."""
+    sources = {}
+    for set_name, env, split, path in held_out_sets(config, envs or ["data"]):
+        if env == name:
+            source = load_source(config, envs.get(env), env, split, path)
+            if source is not None:
+                sources[set_name] = source
+    return sources
+
+
+def load_source(
+    config: Config, env: Env | None, name: str, split: str, path: str | None
+) -> TaskSource | None:
+    is_train = split == "train"
+    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
+    if path:
+        min_reward = config.data.min_reward if is_train else None
+        load = partial(
+            load_other,
+            min_reward=min_reward,
+            actor=config.trained[0],
+            build=config.agents.build_network,
+            verify=config.agents.verify_network,
+        )
+        rows, files = load_rows(path, "train" if is_train else "test", load)
+        if is_pairs:
+            rows, files = pair_rows(rows, files)
+    elif env and env.load_tasks:
+        rows, files = env.load_tasks(split), ()
+        if not len(rows):
+            return None  # An environment may be for training, or for evaluation, alone.
+    else:
+        return None
+    if config.data.columns:
+        if len(config.env_paths) < 2:
+            source = path or f"the split {split!r}"
+            check_columns_exist(rows, config.data.columns, source, is_train)
+        rows = RenamedColumns(rows, config.data.columns)
+    if env and env.row_to_prompt:
+        rows = MadePrompts(rows, env.row_to_prompt, env.path)
+    if config.is_rl:
+        assert env is not None
+        check_columns(env, rows, files, split)
+    elif path:
+        check_rows(config, rows, path, is_train)
+    return TaskSource(
+        rows,
+        env=name,
+        split=split,
+        files=files,
+        seed=config.seed,
+        shuffle=config.data.shuffle and is_train,
+        is_pairs=is_pairs,
+    )
+
+
+def load_other(
+    name: str,
+    files: list[Path],
+    split: str,
+    min_reward: float | None = None,
+    actor: str | None = None,
+    **networks: bool,
+) -> list[tuple[str, Sequence[Row]]]:
+    """tables.load_other(), or the tasks of a folder in Harbor's format. `networks`: of
+    task_rows()."""
+    folder = Path(name).expanduser()
+    if not files and is_tasks_folder(folder):
+        return [(name, task_rows(folder, NETWORKS | networks))]
+    return tables.load_other(name, files, split, min_reward, actor)

@@ -1,0 +1,309 @@
+"""Flags -> a checked plan: environments, tasks, algorithm, mesh. All that can be refused is refused
+here, before a model loads."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from rl_core.algorithms import Algorithm, make_algorithm
+from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
+from rl_core.config.rules import check, check_algorithm
+from rl_core.data.chat import Chat
+from rl_core.data.published_sets import naming_recipes
+from rl_core.data.task_rows import Tasks, TaskSource
+from rl_core.data.tasks.row_lengths import check_run
+from rl_core.data.tasks.sft_dataset import SFTDataset
+from rl_core.data.tasks.sources import eval_tasks, held_out_tasks, train_tasks
+from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh, this_device
+from rl_core.engines.options import auto_engine, engine_factory
+from rl_core.engines.rank_groups import RankGroup, rank_groups_of
+from rl_core.environments import env_file
+from rl_core.environments.service.served_module import load_served
+from rl_core.models.parallel.replicas import num_replicas
+from rl_core.plugin import CustomComponents
+from rl_core.run.curriculum import draw_by_weight, has_task_weight
+from rl_core.run.display.terminal import quiet
+from rl_core.run.display.trackers import check_trackers
+from rl_core.run.plan.image_checks import why_no_images
+from rl_core.run.plan.model_checks import checked_chat, num_positions
+from rl_core.run.plan.option_rules import check_options
+from rl_core.run.saving.run_files import check_resumed
+from rl_core.sampling.env import Env
+from rl_core.sandbox import boxes
+
+if TYPE_CHECKING:
+    from rl_core.engines.api import ApiActor
+    from rl_core.sampling.engine import Engine
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """A checked run, before any model loads."""
+
+    config: Config
+    algorithms: dict[str, Algorithm]  # By the name of each trained actor.
+    mesh: Mesh
+    envs: dict[str, Env]  # By the name of the file.
+    local: list[str]  # Actors whose models are on this rank.
+    # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
+    rank_groups: list[RankGroup] = field(default_factory=list)
+    train: Tasks | None = None
+    num_tasks: int | None = None  # Length of --num_epochs.
+    # By the name of its environment, or of the held-out set.
+    eval: dict[str, TaskSource] = field(default_factory=dict)
+    chats: dict[str, Chat] = field(default_factory=dict)  # By the name of each actor with a model.
+    endpoints: dict[str, ApiActor] = field(default_factory=dict)  # Actors behind a URL.
+    sft_dataset: SFTDataset | None = None  # None: episodes are rolled out.
+    custom: CustomComponents = field(default_factory=CustomComponents)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the first trained actor."""
+        return next(iter(self.algorithms.values()))
+
+    @property
+    def may_end_early(self) -> bool:
+        """True if dynamic sampling may draw the rows of --num_epochs in fewer steps."""
+        is_dynamic = any(a.dynamic_sampling_rounds for a in self.algorithms.values())
+        return is_dynamic and self.num_tasks is not None
+
+    @property
+    def local_algorithms(self) -> dict[str, Algorithm]:
+        """The algorithms of the actors that are trained on this rank."""
+        return {name: self.algorithms[name] for name in self.local if name in self.algorithms}
+
+
+def make_plan(
+    config: Config,
+    modules: Mapping[str, ModuleType] | None = None,
+    is_planned: bool = False,
+    custom: CustomComponents | None = None,
+) -> Plan:
+    """`modules`: instead of files of --env_path, by the names of environments. `is_planned`: the
+    run is for another machine. Raises ValueError."""
+    quiet()
+    custom = custom or CustomComponents()
+    num_sampling = config.rollout_ranks or num_ranks()
+    config = choose_engine(config, num_sampling, is_planned, custom.engine)
+    assert config.out
+    check_folder(Path(config.out), config.resume)
+    if config.trackers:
+        check_trackers(config.trackers)
+    config, envs = load_envs(config, modules)
+    if not is_planned:
+        env_file.check_boxes(envs)
+    plan = plan_learning(config, envs)
+    plan.custom = custom
+    held_out = cache(partial(held_out_tasks, config, envs))
+    with naming_recipes(config.data.train or ""):
+        plan.train = train_tasks(config, envs, held_out)
+    if config.eval_every:
+        plan.eval = eval_tasks(config, envs, held_out)
+    with naming_turns(envs):
+        plan.chats, plan.endpoints = make_chats(config, custom)
+    if config.is_rl:
+        env_file.check_tools(config, envs, plan.chats)
+    else:
+        plan.sft_dataset = SFTDataset(config, plan.chats[config.trained[0]])
+    with naming_recipes(config.data.train or ""):
+        for source in (*plan.train.sources, *plan.eval.values()):
+            check_run(config, envs, plan.chats, plan.sft_dataset, source)
+    if has_task_weight(config, envs):
+        draw_by_weight(envs, plan.train)
+    if config.num_epochs:
+        plan.num_tasks = max(1, round(config.num_epochs * len(plan.train)))
+        num_steps = math.ceil(plan.num_tasks / config.tasks_per_step)
+        plan.config = replace(config, num_steps=num_steps)
+    if config.resume:
+        check_resumed(plan.config)
+    return plan
+
+
+def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
+    """The plan without rows and engines. Reads only advantage_fn of the environments."""
+    algorithms, local = {}, list(config.actors)
+    rank_groups = rank_groups_of(config, num_ranks())
+    if rank_groups:
+        rank = int(os.environ.get("RANK", 0))
+        group = next(group for group in rank_groups if rank in group.ranks)
+        mesh, local = group.mesh, group.actors
+    else:
+        sizes = {name: getattr(config, name) for name in MESH_FLAGS}
+        num_learners = num_ranks() - config.rollout_ranks
+        sizes["dp_replicate"] = num_replicas(config, num_learners, config.trained)
+        mesh = make_mesh(num_ranks(), **sizes)
+    for name in config.trained:
+        algorithms[name] = choose_algorithm(config.of(name), envs)
+    return Plan(
+        config=config,
+        algorithms=algorithms,
+        mesh=mesh,
+        envs=envs,
+        local=local,
+        rank_groups=rank_groups,
+    )
+
+
+def num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_folder(out: Path, is_resumed: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
+    if out.exists() and not is_resumed and any(out.iterdir()):
+        raise ValueError(
+            f"--out {out} exists already; continue it with --resume, or name another folder"
+        )
+
+
+def load_envs(
+    config: Config, modules: Mapping[str, ModuleType] | None = None
+) -> tuple[Config, dict[str, Env]]:
+    """(the configuration with --max_turns filled in, environments by the names of their files). The
+    flags' limits hold, then a file's own. `modules`: instead of files."""
+    configure_boxes(config)
+    envs, sections = {}, {}
+    for name, path in config.env_paths.items():
+        module, section = (modules or {}).get(name), config.env(name)
+        if module is None and "://" in path:
+            module = load_served(path)
+        env = env_file.load_env(
+            path,
+            hook_timeout_s=config.rollout.hook_timeout_s,
+            max_turns=section.max_turns or config.max_turns,
+            fitting_turns=partial(fitting_turns, config, section),
+            module=module,
+            agents=config.agents,
+        )
+        envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
+    if envs:
+        config = replace(config, max_turns=max(env.max_turns for env in envs.values()))
+        if len(envs) > 1:
+            config = replace(config, envs=sections)
+        with naming_turns(envs):
+            check(config)
+    env_file.check_environments(config, envs)
+    return config, envs
+
+
+def configure_boxes(config: Config) -> None:
+    """Applies --sandbox.* to the boxes of this rank."""
+    flags = vars(config.sandbox) | {"rank": int(os.environ.get("RANK", 0))}
+    num_sampling = config.rollout_ranks or num_ranks()
+    flags["max_boxes"] = config.sandbox.max_boxes // num_sampling
+    if config.out:
+        flags["run_file"] = str(config.folder.resolve() / "boxes")
+    boxes.configure(**flags)
+
+
+def fitting_turns(config: Config, section: EnvConfig) -> int:
+    """Number of turns of a program's episode that fit a microbatch and the models' positions, at
+    least 1."""
+    room = config.learner.microbatch_tokens * config.cp
+    for name in config.trained:
+        room = min(room, num_positions(config.actors[name].model) or room)
+    max_tokens = max(config.max_tokens, section.max_tokens or 0)
+    return max(1, (room - config.max_prompt_tokens) // max_tokens)
+
+
+@contextmanager
+def naming_turns(envs: dict[str, Env]) -> Iterator[None]:
+    """Adds the source of --max_turns to errors that name this flag."""
+    try:
+        yield
+    except ValueError as error:
+        if "--max_turns=" not in str(error) or not envs:
+            raise
+        longest = max(envs.values(), key=lambda env: env.max_turns)
+        raise ValueError(
+            f"{error}; --max_turns={longest.max_turns} is {longest.turns_from}"
+        ) from None
+
+
+def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
+    """The preset with the parts that were set, and those that advantage_fn and older weights ask
+    for."""
+    algorithm = make_algorithm(config.algorithm, config.algo)
+    has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
+    is_open = config.algo.advantage is None and config.is_rl and algorithm.advantage != "zero"
+    if has_advantage_fn and is_open and not algorithm.has_critic:
+        algorithm = replace(algorithm, advantage="custom")
+    is_default = algorithm == Algorithm() and config.critic == CriticConfig()
+    is_default &= config.sampling == SamplingConfig()
+    if not is_default or config.group_size < 2:
+        check_algorithm(config, algorithm, has_advantage_fn)
+    if (
+        config.max_staleness or config.rollout.stale_policy_frac
+    ) and config.algo.importance_correction is None:
+        # Weights each token by how likely the newer policy makes it.
+        algorithm = replace(algorithm, importance_correction="tis")
+    return algorithm
+
+
+def choose_engine(
+    config: Config, num_ranks: int, is_planned: bool = False, engine: type[Engine] | None = None
+) -> Config:
+    """The configuration with the engine that --engine auto stands for, and with a top_k for
+    training samples that need one. Raises ValueError if the engine cannot run here or, for a plan,
+    on any machine."""
+    if config.engine == "auto" and engine is None:
+        name, reason = auto_engine(config)
+        if reason and config.is_rl and not int(os.environ.get("RANK", 0)):
+            print(f"--engine auto: {name}, because {reason}", file=sys.stderr)
+        config = replace(config, engine=name)
+    if not is_planned and config.device != "auto":
+        this_device(config.device)
+    check_options(config)
+    if config.is_rl:
+        config = with_top_k(config)
+        rank_groups = rank_groups_of(config, num_ranks)
+        engine_factory(config, engine=engine).check(num_ranks, is_planned, rank_groups)
+    return config
+
+
+def with_top_k(config: Config) -> Config:
+    """The configuration with the largest top_k for trained actors that set only top_p or min_p, or
+    that reply in a JSON schema, because each sampled token is stored with the ids that it was drawn
+    from."""
+    actors = {}
+    for name in config.trained:
+        actor, sampling = config.actors[name], config.of(name).sampling
+        if config.limits_ids(name) and not sampling.top_k:
+            actors[name] = replace(actor, sampling=actor.sampling | {"top_k": MAX_TOP_K})
+    is_enforced = config.agents.response_format == "enforce"
+    limits = "top_p, min_p and JSON schemas" if is_enforced else "top_p and min_p"
+    if actors and not int(os.environ.get("RANK", 0)):
+        print(
+            f"{', '.join(actors)}: {limits} choose among the {MAX_TOP_K:,} likeliest ids, "
+            "because each token is stored with the ids that it was drawn from (--sampling.top_k)",
+            flush=True,
+        )
+    return replace(config, actors=config.actors | actors)
+
+
+def make_chats(
+    config: Config, custom: CustomComponents | None = None
+) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
+    """(the chat of each actor that has a model here, the endpoint of each other actor)."""
+    chats, endpoints = {}, {}
+    for name, actor in config.actors.items():
+        if actor.api:
+            from rl_core.engines.api import make_api_actor
+
+            endpoints[name] = make_api_actor(config, name)
+        else:
+            chat = chats[name] = checked_chat(config, name)
+            reason = chat.vision if isinstance(chat.vision, str) else ""
+            if reason := reason or why_no_images(config, name, custom):
+                chat.vision = f"actor {name} takes none: {reason}"
+    return chats, endpoints
