@@ -136,9 +136,11 @@ async def evaluate(
             tasks = list(islice(source, config.eval.num_tasks or None))
             cell = None
             if folder:
-                of_env = facts_of_env(source.env, envs[source.env], config)
-                facts = of_actors | of_env | {"rows": hash_of_rows(tasks)}
-                cell = folder.cell(model, env, facts)
+                shared = facts_of_env(source.env, envs[source.env], config)
+                shared["rows"] = hash_of_rows(tasks)
+                own = {"actors", *(f"actor {name}" for name in names)}
+                shared |= {key: of_actors[key] for key in of_actors.keys() - own}
+                cell = folder.cell(model, env, of_actors | shared, shared)
             drawn = {"temperature": 0.0}
             played = f"{len(tasks)} tasks, 1 greedy and {n} sampled episodes of each"
             print(f"{model} in {env}: {played} ...", file=sys.stderr, flush=True)

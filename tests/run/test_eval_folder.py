@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from kit import words
 
-from rl_core.config import parse_config
-from rl_core.run.evaluation.eval_folder import EvalFolder, cell_of
+from rl_core.config import known_flags, parse_config
+from rl_core.run.evaluation.eval_folder import COMPARED, EvalFolder, cell_of
 from rl_core.sampling.rollout import make_group
 from rl_core.types import Task, Trajectory
 
@@ -40,8 +42,8 @@ def rewards(cell, group) -> list[float] | None:
 def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):
     folder = EvalFolder(tmp_path, parse_config(words(FLAGS)))
     for label, task, reward in (("greedy/e", 0, 1.0), ("sampled/e", 0, 2.0), ("greedy/e", 1, 3.0)):
-        folder.cell("m", "e", {}).add(played(label, task, reward))
-    cell = folder.cell("m", "e", {})
+        folder.cell("m", "e", {}, {}).add(played(label, task, reward))
+    cell = folder.cell("m", "e", {}, {})
     assert rewards(cell, played("greedy/e", 0, 0.0)) == [1.0]
     assert rewards(cell, played("sampled/e", 0, 0.0)) == [2.0]
     assert rewards(cell, played("greedy/e", 1, 0.0)) == [3.0]
@@ -51,10 +53,10 @@ def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):
 def test_a_group_with_a_failed_episode_is_played_again_and_the_last_one_counts(tmp_path):
     group = played("greedy/e", 0, 0.0, status="failed")
     cell_of_folder = EvalFolder(tmp_path, parse_config(words(FLAGS))).cell
-    cell_of_folder("m", "e", {}).add(group)
-    assert rewards(cell_of_folder("m", "e", {}), group) is None
-    cell_of_folder("m", "e", {}).add(played("greedy/e", 0, 4.0))
-    assert rewards(cell_of_folder("m", "e", {}), group) == [4.0]
+    cell_of_folder("m", "e", {}, {}).add(group)
+    assert rewards(cell_of_folder("m", "e", {}, {}), group) is None
+    cell_of_folder("m", "e", {}, {}).add(played("greedy/e", 0, 4.0))
+    assert rewards(cell_of_folder("m", "e", {}, {}), group) == [4.0]
 
 
 def test_models_of_one_name_in_different_folders_are_apart(tmp_path):
@@ -72,8 +74,8 @@ def test_models_of_one_name_in_different_folders_are_apart(tmp_path):
             "--eval.sampling.temperature None, and this is 0.5",
         ),
         (
-            "--actors.m.model m --actors.m.sampling.top_p 0.5",
-            "--actors.m.sampling.top_p None, and this is 0.5",
+            "--actors.m.model m --actors.m.sampling.stop [x]",
+            r"--actors.m.sampling.stop None, and this is \['x'\]",
         ),
         (
             "--chat_template_kwargs think=false",
@@ -93,3 +95,45 @@ def test_episodes_that_other_flags_gave_are_refused(tmp_path, flags, says):
     EvalFolder(tmp_path / "other", other)
     with pytest.raises(ValueError, match="name another folder"):
         EvalFolder(tmp_path / "other", plain)
+
+
+# A flag is compared, or cannot change an evaluation but by what is compared by its content.
+FREE = (
+    r"model|env_path|out|.*resume|run_name|trackers|device|deterministic|timeout_s|attention"
+    r"|algorithm|(.+\.)?(algo|critic|optim|preference|sft|rollout|sandbox|lora)\..+|cp|tp|dp_replicate"
+    r"|tasks_per_step|group_size|num_(steps|epochs)|save_.+|keep_.+|push_to_hub|eval_every"
+    r"|engine.*|weight_sync|rollout_ranks|max_staleness|print_samples|profile_step"
+    r"|canary_tolerance|.*learner\.(?!dtype).+|.*sampling\.(temperature|top_[kp]|min_p)"
+    r"|data\.(train|shuffle|shuffle_buffer|streaming|min_reward)|agents\.(public_)?host"
+    r"|envs\.NAME\.(weight|train|teacher)|actors\.NAME\.(model|api|api_key_env|chat_template)"
+    r"|actors\.NAME\.(lr|router_.+|lora_base|algorithm|update_every|ranks|engine_.+)"
+)
+
+
+def test_each_flag_is_compared_or_cannot_change_an_evaluation():
+    free = {name for name in known_flags() if re.fullmatch(FREE, name)}
+    assert {"algo.clip_high", "eval_every", "optim.lr", "learner.epochs"} <= free
+    compared = {name for name in known_flags() if COMPARED.fullmatch(name)}
+    assert {"seed", "eval.samples", "data.eval", "max_tokens", "sampling.stop"} <= compared
+    assert known_flags().keys() == free ^ compared
+
+
+def test_another_model_is_added_with_flags_that_do_not_change_an_evaluation(tmp_path):
+    EvalFolder(tmp_path, parse_config(words(FLAGS)))
+    for flags in (
+        "--algo.clip_high 0.3 --eval_every 5 --optim.lr 1 --learner.epochs 2 --critic.lr 1",
+        "--algorithm ppo --sampling.top_p 0.9 --data.train b --group_size 4 --engine embedded",
+    ):
+        EvalFolder(tmp_path, parse_config(words(FLAGS, flags)))
+
+
+def test_models_of_a_folder_share_rows_and_environment(tmp_path):
+    folder = EvalFolder(tmp_path, parse_config(words(FLAGS)))
+    first = folder.cell("m", "e", {"weights": "1"}, {"rows": "1"})
+    folder.cell("other", "e", {"weights": "2"}, {"rows": "2"})  # No episode is held yet.
+    folder.cell("m", "e", {"weights": "1"}, {"rows": "1"})
+    first.add(played("greedy/e", 0, 1.0))
+    folder.cell("other", "e", {"weights": "2"}, {"rows": "1"})
+    folder.cell("other", "f", {"weights": "2"}, {"rows": "2"})
+    with pytest.raises(ValueError, match="played with rows 1, and this is 2; name another"):
+        folder.cell("other", "e", {"weights": "2"}, {"rows": "2"})

@@ -4,6 +4,7 @@ killed command resumes where it stopped.
     DIR/settings.yaml                      the flags of all episodes
     DIR/episodes/MODEL_ENVIRONMENT.jsonl   a group of episodes per line
     DIR/episodes/MODEL_ENVIRONMENT.yaml    weights, environment file and rows that played them
+    DIR/episodes/ENVIRONMENT.yaml          environment file, rows and other actors of all models
     DIR/episodes/images/                   their images
     DIR/scores.json, DIR/table.md          written at the end
 """
@@ -28,8 +29,16 @@ from rl_core.run.saving.run_files import jsonable, keep_first
 from rl_core.sampling.rollout import Group
 from rl_core.types import JSONObject, Trajectory
 
-# Settings of where results go and how fast they come, which do not change the results.
-MAY_DIFFER = re.compile(r"out|timeout_s|env_path|envs\..*|(.*\.)?(model|api)|rollout\..*|engine.*")
+# The flags that change an evaluation's episodes or scores. Weights, templates, endpoints, files of
+# environments and rows are compared by their content. An evaluation draws by eval.sampling, and
+# takes of sampling.* the strings that end a turn alone.
+COMPARED = re.compile(
+    r"seed|max_(prompt_)?tokens|max_turns|eval\..+|(actors\.[^.]+\.)?chat_template_kwargs(\..+)?"
+    r"|(actors\.[^.]+\.)?(sampling\.stop|learner\.dtype)|actors\.[^.]+\.(train|max_tokens)"
+    r"|data\.(eval|skip_long|max_images|max_image_pixels|columns(\..+)?)"
+    r"|envs\.[^.]+\.(eval|max_tokens|max_turns)"
+    r"|agents\.(response_format|build_network|verify_network)"
+)
 TRAJECTORIES = TypeAdapter(list[Trajectory])
 
 
@@ -40,7 +49,7 @@ class EvalFolder:
         (self.folder / "episodes").mkdir(parents=True, exist_ok=True)
         kept = {}
         for name, value in flat(yaml.safe_load(to_yaml(config))).items():
-            if not MAY_DIFFER.fullmatch(name):
+            if COMPARED.fullmatch(name):
                 kept[name] = value
         for name, (was, value) in keep_first(
             self.folder / "settings.yaml", yaml.safe_dump(kept)
@@ -50,12 +59,17 @@ class EvalFolder:
                 f"is {value}; name another folder"
             )
 
-    def cell(self, model: str, env: str, facts: Mapping[str, str]) -> Cell:
+    def cell(
+        self, model: str, env: str, facts: Mapping[str, str], shared: Mapping[str, str]
+    ) -> Cell:
         """The episodes of one model in one environment. Raises ValueError if they were played with
-        other `facts`."""
+        other `facts`, or those of any model in this environment with others that are `shared`."""
         cell = cell_of(self.folder, model, env)
-        file, where = cell.file.with_suffix(".yaml"), f"--folder {self.folder}"
-        PlayedBy(file, where, has_episodes=bool(cell.groups)).check(facts)
+        where, name = f"--folder {self.folder}", re.sub(r"[^\w.-]", "_", env)
+        others = self.folder.glob(f"episodes/*_????????_{name}.jsonl")
+        has_episodes = any(file.stat().st_size for file in others)
+        PlayedBy(self.folder / "episodes" / f"{name}.yaml", where, has_episodes).check(shared)
+        PlayedBy(cell.file.with_suffix(".yaml"), where, bool(cell.groups)).check(facts)
         return cell
 
     def write(self, scores: str, table: str) -> None:
