@@ -138,8 +138,8 @@ async def evaluate(
             if folder:
                 shared = facts_of_env(source.env, envs[source.env], config)
                 shared["rows"] = hash_of_rows(tasks)
-                own = {"actors", *(f"actor {name}" for name in names)}
-                shared |= {key: of_actors[key] for key in of_actors.keys() - own}
+                of_model = {"actors", *(f"actor {name}" for name in names)}
+                shared |= {key: of_actors[key] for key in of_actors.keys() - of_model}
                 cell = folder.cell(model, env, of_actors | shared, shared)
             drawn = {"temperature": 0.0}
             played = f"{len(tasks)} tasks, 1 greedy and {n} sampled episodes of each"

@@ -97,7 +97,7 @@ def test_episodes_that_other_flags_gave_are_refused(tmp_path, flags, says):
         EvalFolder(tmp_path / "other", plain)
 
 
-# A flag is compared, or cannot change an evaluation but by what is compared by its content.
+# Flags that cannot change an evaluation, but by files and rows whose content is compared.
 FREE = (
     r"model|env_path|out|.*resume|run_name|trackers|device|deterministic|timeout_s|attention"
     r"|algorithm|(.+\.)?(algo|critic|optim|preference|sft|rollout|sandbox|lora)\..+|cp|tp|dp_replicate"

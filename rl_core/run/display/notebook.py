@@ -44,7 +44,7 @@ class Chart(Terminal):
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         actors = self.trainer.config.trained
         for actor in actors:
-            for label, value in values_of(metrics, actor).items():
+            for label, value in values_of(metrics, actor, self.trainer.config.is_rl).items():
                 if label != "failed":
                     title = f"{actor} {label}" if len(actors) > 1 else label
                     self.curves.setdefault(title, []).append((step, value))

@@ -200,6 +200,7 @@ def progress_line(
     metrics: Mapping[str, float],
     actors: Sequence[str],
     left: timedelta,
+    is_rl: bool = True,
 ) -> str:
     """step 12/200  reward 0.412  entropy 0.213  1.40 s (generate 0.90, learn 0.50)  ETA 0:04:23
 
@@ -210,7 +211,7 @@ def progress_line(
         seconds = metrics.get(f"time/{phase}_s", 0.0)
         if seconds >= 0.005:
             phases.append(f"{phase} {seconds:.2f}")
-    facts, below = results(metrics, actors), []
+    facts, below = results(metrics, actors, is_rl), []
     if len(actors) > 1:
         facts, below = [], facts
     position = f"step {step:>{len(str(num_steps))}}/{num_steps}"
@@ -221,10 +222,9 @@ def progress_line(
     return "\n  ".join([line, *below])
 
 
-def values_of(metrics: Mapping[str, float], actor: str) -> dict[str, float]:
+def values_of(metrics: Mapping[str, float], actor: str, is_rl: bool) -> dict[str, float]:
     """Label -> value of an actor in a step's line. The loss of episodes is not among them: it is
     near 0 where the policy that learns also sampled, whatever is learned."""
-    is_rl = any(name.startswith("rollout/") for name in metrics)
     values = {}
     for label, names in (OF_EPISODES if is_rl else OF_ROWS).items():
         for name in names:
@@ -234,12 +234,13 @@ def values_of(metrics: Mapping[str, float], actor: str) -> dict[str, float]:
     return values
 
 
-def results(metrics: Mapping[str, float], actors: Sequence[str]) -> list[str]:
+def results(metrics: Mapping[str, float], actors: Sequence[str], is_rl: bool) -> list[str]:
     """The values of each actor, after its name if there are several."""
     lines = []
     longest = max(map(len, actors), default=0)
     for actor in actors:
-        values = [f"{label} {value:.4g}" for label, value in values_of(metrics, actor).items()]
+        shown = values_of(metrics, actor, is_rl)
+        values = [f"{label} {value:.4g}" for label, value in shown.items()]
         if len(actors) > 1:
             values = [f"{actor:<{longest}}", *(values or ["no turns"])]
         lines.append("  ".join(values))
