@@ -7,7 +7,7 @@ import difflib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
 from rl_core.data.tables import without_null_keys
-from rl_core.data.task_rows import PROMPT_COLUMNS, first_column, make_task, shorten
+from rl_core.data.task_rows import (
+    CONTEXT_COLUMNS,
+    PROMPT_COLUMNS,
+    first_column,
+    make_task,
+    shorten,
+)
 from rl_core.environments.env_hooks import execute_file, make_env, marked_rewards
-from rl_core.errors import nearest
+from rl_core.errors import near_name
 from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
-from rl_core.sampling.hooks import Hook, describe_error, finite
+from rl_core.sampling.hooks import Hook, describe_error, finite, refuse_none
 from rl_core.types import JSON, Row, RunError
 
 if TYPE_CHECKING:
@@ -215,6 +221,7 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[Row]:
         rows = load_tasks(split)
         if inspect.iscoroutine(rows):
             rows = asyncio.run(rows)
+        refuse_none(rows, "load_tasks()", path)
         rows = without_null_keys(rows if hasattr(rows, "column_names") else list(rows))
     except Exception as error:
         raise ValueError(
@@ -231,7 +238,9 @@ def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> li
     """Advantages of a group by the user's advantage_fn(rewards). Raises RunError unless the hook
     returns a finite number for each reward."""
     try:
-        values = [finite(value, "an advantage") for value in advantage_fn(list(rewards))]
+        returned = advantage_fn(list(rewards))
+        refuse_none(returned, "advantage_fn()", path)
+        values = [finite(value, "an advantage") for value in returned]
         if len(values) != len(rewards):
             raise ValueError(f"it gave {len(values)} values; it must give one for each reward")
         return values
@@ -274,11 +283,9 @@ def check_columns(
     for index, row in enumerate(itertools.islice(rows, limit)):
         for user, names, ours in wanted:
             for name in sorted(names - row.keys(), key=lambda name: (name not in OF_PEERS, name)):
-                hint = OF_PEERS.get(name) or nearest(name, sorted({*ours, *row}))
+                hint = OF_PEERS.get(name) or column_hint(env, name, ours, row, bool(files))
                 if name == "state":
                     hint = "it needs start(task)"
-                if files and name not in OF_PEERS:
-                    hint += f"; read another column by --data.columns {name}=COLUMN, or COLUMN.KEY"
                 source = row_place(index, files, split)
                 has_prompt = first_column(row, PROMPT_COLUMNS) is not None
                 if not has_prompt and name not in PROMPT_COLUMNS:
@@ -288,6 +295,23 @@ def check_columns(
                     f"{env.path}: {user} names {name!r}, which is neither one of its arguments "
                     f"nor a column of {source}; {hint}"
                 )
+
+
+def column_hint(env: Env, name: str, ours: Collection[str], row: Row, is_file: bool) -> str:
+    """The columns of a row, and the flag that reads one by the name that a hook wants: the column
+    that is spelled most like it, or the only one that nothing else reads."""
+    close = difflib.get_close_matches(name, sorted({*ours, *row}), n=1, cutoff=0.8)
+    if close and close[0] in ours:
+        return f"did you mean {close[0]!r}?"
+    known = f"its columns are {', '.join(row)}"
+    if close:
+        known = f"did you mean {close[0]!r}? {known[0].upper()}{known[1:]}"
+    if not is_file:
+        return known
+    read = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS}.union(*(hook.named for hook in env.hooks.values()))
+    free = [column for column in row if column not in read]
+    column = near_name(name, free) or (free[0] if len(free) == 1 else "COLUMN")
+    return f"{known}; read one by --data.columns {name}={column}"
 
 
 def check_actors(env: Env, names: Sequence[str]) -> None:

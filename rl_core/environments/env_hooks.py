@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -184,9 +186,24 @@ def execute_file(path: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = "; pip install it, or drop the import"
+            hint = f"; {install_command(error.name or '')}, or drop the import"
         raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
     return module
+
+
+def install_command(module: str) -> str:
+    """The command that installs the library of a module: the first extra of rl_core that has it."""
+    wanted = re.sub(r"[-_.]+", "-", module.partition(".")[0]).lower()
+    try:
+        required = metadata.requires("rl_core") or []
+    except metadata.PackageNotFoundError:  # A checkout that is not installed.
+        required = []
+    for line in required:
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
+        library = re.match(r"[\w.-]+", line)
+        if extra and library and re.sub(r"[-_.]+", "-", library[0]).lower() == wanted:
+            return f"pip install -e '.[{extra[1]}]'"
+    return "pip install it"
 
 
 def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]]:

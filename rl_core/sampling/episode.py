@@ -20,6 +20,7 @@ from rl_core.sampling.hooks import (
     finite,
     plain,
     read_answer,
+    refuse_none,
     reward_values,
     wait_for_all,
 )
@@ -311,6 +312,7 @@ def merged(messages: Sequence[Message]) -> list[Message]:
 def checked(returned: object, path: str, actors: EpisodeActors) -> list[Trajectory]:
     """Validated result of the user's rollout(). Raises ValueError unless it is a list of scored
     trajectories."""
+    refuse_none(returned, "rollout()", path)
     if not returned or not is_list(returned, Trajectory):
         raise ValueError(
             f"{path}: what rollout() returned is {shorten(returned)}; it must be a list of at "
@@ -365,6 +367,7 @@ async def group_reward(
     arguments = {"trajectories": group, "task": task, "prompt": task.messages}
     values: JSON = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
     source = f"{hook.path}: what {hook.name}() returned"
+    refuse_none(values, f"{hook.name}()", hook.path)
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != len(group):
         raise ValueError(

@@ -327,6 +327,15 @@ def finite_parts(value: object, name: str, label: str) -> dict[str, float]:
     return {key: finite(number, f"{label}: part {key!r}") for key, number in value.items()}
 
 
+NO_RETURN = "returned None: is a `return` missing?"
+
+
+def refuse_none(value: object, name: str, path: str) -> None:
+    """Raises ValueError if a hook that must return something returned None."""
+    if value is None:
+        raise ValueError(f"{path}: {name} {NO_RETURN}")
+
+
 def reward_values(value: object, name: str, source: str) -> dict[str, float | None]:
     """The parts of a reward, see finite_parts(). A part that is None does not apply to the
     episode."""
@@ -346,7 +355,7 @@ def refuse_unscored(
     none = [name.removeprefix(NOT_APPLIED) for name in metrics if name.startswith(NOT_APPLIED)]
     if none and not parts:
         raise ValueError(
-            f"{path}: every reward of {actor} is None ({', '.join(none)}); None leaves a reward "
+            f"{path}: {', '.join(none)} {NO_RETURN} None leaves a reward of {actor} "
             "out of the sum, so that one reward must be a number"
         )
 

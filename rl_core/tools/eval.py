@@ -88,7 +88,8 @@ def main(argv: list[str]) -> int:
     if errors:
         shown_json["errors"] = errors
     text = json.dumps(shown_json, indent=2, default=as_dict)
-    print(text if options.json else table(by_model, config.eval.pass_reward))
+    if options.json or any(by_model.values()):
+        print(text if options.json else table(by_model, config.eval.pass_reward))
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
         Path(options.out).write_text(text + "\n")

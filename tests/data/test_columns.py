@@ -327,9 +327,32 @@ def test_a_prompt_that_ends_with_its_reply_is_said(algorithm, env):
         assert all("--data.columns instruction=instruction" in line for line in warned)
 
 
+@pytest.mark.parametrize(
+    "columns, fixes",
+    [
+        (["persona"], ["--data.columns system=persona reads it"]),
+        (["persona", "hint"], 2 * ["write 'persona' and 'hint' into one column, for"]),
+        (["persona", "options"], ["system=persona reads it", "texts into column 'question'"]),
+        (["functions", "query"], ["tools=functions reads it", "prompt=query reads it"]),
+        (["video"], ["leave out rows that need it"]),
+        (["persona_id"], []),
+    ],
+)
+def test_the_advice_about_unread_columns_is_by_what_they_hold(columns, fixes, env):
+    row = {"question": "2+2?", "answer": "4"} | dict.fromkeys(columns, "It is said elsewhere.")
+    lines = warnings_of(Config(tasks_per_step=1), env, source_of([row, dict(row)]))
+    lines = [line for line in lines if "is not read" in line]
+    assert len(lines) == len(fixes)
+    for line, fix in zip(lines, fixes, strict=True):
+        assert fix in line
+
+
 REMARKED = {
     "kto": ("sft", ASKED | {"completion": "It is 5.", "label": False}, "column 'label' is false"),
-    "kto, text": ("sft", ASKED | {"response": "5", "label": "False"}, "column 'label' is false"),
+    "kto, text": ("sft", ASKED | {"response": "5", "label": "False"}, "row['label'] != 'False'"),
+    "two texts": ("sft", ASKED | {"response": "5", "label": "incorrect"}, "'label' is 'incorrect'"),
+    "wrong": ("sft", ASKED | {"response": "5", "is_correct": "Wrong"}, "!= 'Wrong'"),
+    "a class": ("sft", ASKED | {"response": "5", "label": "no"}, ""),
     "is_correct": ("sft", ASKED | {"response": "5", "is_correct": False}, "column 'is_correct' is"),
     "resolved": ("sft", {"messages": TALK, "resolved": 0}, "filter(lambda row: row['resolved'])"),
     "target": ("sft", {"messages": TALK, "target": False}, "column 'target' is false"),

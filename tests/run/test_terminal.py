@@ -169,7 +169,7 @@ def test_the_progress_line_fits_100_columns(rollouts, learned, times, lines):
     for name, of_actor in rollouts.items():
         values |= {f"rollout/{name}/{metric}": value for metric, value in of_actor.items()}
         values |= {f"learn/{name}/{metric}": value for metric, value in learned.items()}
-    line = progress_line(3, 9, values, list(rollouts), timedelta(minutes=1))
+    line = progress_line(3, 9, values, list(rollouts), timedelta(minutes=1), True)
     assert line.splitlines() == [f"step 3/9  {lines[0]}", *lines[1:]]
     assert max(map(len, line.splitlines())) <= 100
 
@@ -177,7 +177,9 @@ def test_the_progress_line_fits_100_columns(rollouts, learned, times, lines):
 def test_the_line_of_rows_has_their_loss():
     learned = {"loss": 0.625, "accuracy": 0.5, "grad_norm": 2.0, "entropy_nats": 1.0}
     values = {f"learn/bob/{metric}": value for metric, value in learned.items()}
-    line = progress_line(3, 9, values | {"time/step_s": 2.0}, ["bob"], timedelta(minutes=1))
+    values["rollout/bob/reward_mean"] = 1.0  # As of an evaluation's episodes.
+    values["time/step_s"] = 2.0
+    line = progress_line(3, 9, values, ["bob"], timedelta(minutes=1), False)
     assert line == "step 3/9  loss 0.625  accuracy 0.5  grad_norm 2  2.00 s  ETA 0:01:00"
 
 

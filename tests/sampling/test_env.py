@@ -288,6 +288,7 @@ def test_a_reward_of_none_is_left_out_of_the_sum_and_counted(
         assert [metrics[name].value for name in none] == [2] * len(none)
     else:
         assert "None" in t.error and "one reward must be a number" in t.error
+        assert "is a `return` missing?" in t.error or "rollout()" in t.error
 
 
 def test_a_prompt_that_fills_the_context_is_an_error(env_of):
@@ -682,6 +683,7 @@ GOOD = "def reward_fn(): return 1\n"
         ("def reward_fn(messages:\n  return 1", r"x\.py:1: SyntaxError"),
         ("import math\n\n1 / 0", r"x\.py does not load: x\.py:3: ZeroDivisionError: division by zero"),
         ("import no_such_library", r"x\.py:1: ModuleNotFoundError: .*pip install it"),
+        ("import daytona.client", r"pip install -e '\.\[daytona\]', or drop the import"),
         ("import sys\nsys.exit(1)", r"x\.py:2: SystemExit"),
     ],
 )  # fmt: skip
@@ -767,7 +769,10 @@ def test_load_tasks_gives_checked_rows(env_of):
     assert env.load_tasks("eval") == [{"prompt": "eval"}]
     assert env_of(GOOD + "async def load_tasks(split): return [{}]").load_tasks("eval") == [{}]
     for body, match in (
-        ("return None", r"load_tasks\('train'\) failed: .*TypeError"),
+        (
+            "return None",
+            r"load_tasks\('train'\) failed: .*load_tasks\(\) returned None: is a `return` missing\?",
+        ),
         ("return [1]", "must give dictionaries, not \\[1\\]"),
         ("return 1 / 0", r"failed: x\.py:3: ZeroDivisionError"),
     ):

@@ -589,7 +589,7 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
 @pytest.mark.parametrize(
     "body, match",
     [
-        ("return None", r"what rollout\(\) returned is None; it must be a list of at least one Trajectory: return \[reply"),
+        ("return None", r"rollout\(\) returned None: is a `return` missing\?"),
         ("return []", r"rollout\(\) returned is \[\]; it must be"),
         ("return [reply]", "it must be a list of at least one Trajectory"),
         ("return reply.trajectory(1.0)", "it must be a list"),

@@ -254,6 +254,10 @@ def test_a_model_that_fails_leaves_the_others_their_scores(places, tmp_path, cap
     assert result[places["model"]]["letters"]["greedy_score"]["num_tasks"] == 2
     assert list(result["errors"]) == [str(tmp_path / "none")]
     assert "failed: " in (tmp_path / "out/table.md").read_text()
+    capsys.readouterr()
+    missing = [str(tmp_path / name) for name in ("none", "neither")]
+    assert main(["eval", *missing, "--model", places["model"], *flags]) == 1
+    assert not capsys.readouterr().out  # No table without scores.
 
 
 # Collect

@@ -55,13 +55,29 @@ CHOICES = re.compile(
     "(?-i:^[A-E]$)",
     re.I,
 )
-# Columns that hold the prompt of some sets in which `prompt` holds something else.
-OTHER_PROMPTS = re.compile(
-    "^(query|user_prompt|(problem|task)_(statement|description)|question_content)$", re.I
+# Columns that hold the prompt; the last ones of some sets in which `prompt` holds something else.
+PROMPTS = re.compile(
+    f"^((?-i:{'|'.join(PROMPT_COLUMNS)})|query|user_prompt|(problem|task)_(statement|description)|"
+    "question_content)$",
+    re.I,
 )
 MEDIA = ("video", "videos", "audio", "audios")
 LONG_CHARS = 200  # Texts of other columns that nothing reads are named from this length on.
 TOOLS = re.compile("^(available_tools|functions|function_descriptions?)$", re.I)
+READ_PROMPT = "--data.columns prompt={name} reads it"
+WRITE = "write its texts into column {prompt!r}"
+READ_SYSTEM = "--data.columns {system}={name} reads it"
+# Unread columns that may be part of a prompt, and advice about them. The first match counts.
+LOST = (
+    (
+        re.compile(f"^({'|'.join(MEDIA)})$"),
+        "models are trained on text and images: leave out rows that need it",
+    ),
+    (PROMPTS, READ_PROMPT),
+    (TOOLS, "--data.columns tools={name} reads it"),
+    (CHOICES, WRITE),
+    (INSTRUCTIONS, READ_SYSTEM),
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +101,16 @@ class ColumnUse:
     remarks: dict[str, list[int]] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True, slots=True)
+class SeenColumns:
+    """Columns of the first rows, by what was met in them."""
+
+    of_hooks: set[str]  # Columns that hooks name.
+    read: dict[str, None] = field(default_factory=dict)
+    filled: dict[str, None] = field(default_factory=dict)
+    of_messages: set[str] = field(default_factory=set)  # Columns that a form makes `messages` of.
+
+
 def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:
     """The messages of a row of read_row(), read as training reads them. `notes` collects a line for
     each value that is mapped to another form. Raises ValueError for a row that is refused or left
@@ -103,23 +129,21 @@ def column_use(
     config: Config, source: TaskSource, env: Env | None, chat: Chat | None = None
 ) -> ColumnUse:
     """The use of the columns of the first rows. `chat`: the chat that renders the rows."""
-    use, read, filled, asked = ColumnUse(), {}, {}, Counter()
-    columns = config.data.columns
-    of_hooks = hook_columns(env) if env else set()
+    use, asked, columns = ColumnUse(), Counter(), config.data.columns
+    seen = SeenColumns(of_hooks=hook_columns(env) if env else set())
     sees_all = config.is_rl and (env is None or sees_rows(env))
-    of_messages: set[str] = set()  # Columns of which a form makes `messages`.
     marks = template_marks(chat) if chat else None
     for index in islice(source.kept, NUM_ROWS):
         original, notes = with_images(source.rows[index], source.folder_of(index)), []
         row = cast(ReadRow, read_form(ReadRow(original), PROMPT_COLUMNS, notes))
         row = row if row.made else ReadRow(original)
         messages = read_messages(config, row, notes)
-        filled |= {name: None for name, value in original.items() if is_filled(value)}
-        read |= row.read
+        seen.filled |= {name: None for name, value in original.items() if is_filled(value)}
+        seen.read |= row.read
         if "messages" in row.made and "chosen" not in row.made:
-            of_messages |= row.read.keys()
+            seen.of_messages |= row.read.keys()
         use.num_rows += 1
-        used = row.read.keys() | row.made | of_hooks | roots(original, columns)
+        used = row.read.keys() | row.made | seen.of_hooks | roots(original, columns)
         lost = lost_columns(config, row, messages, used)
         use.lost.update(lost)
         if not config.is_rl:
@@ -138,35 +162,34 @@ def column_use(
             use.remarks.setdefault(remark, []).append(index)
     [(texts, use.equal)] = asked.most_common(1) or [((), 0)]
     use.equal_prompt = "\n".join(texts)
-    if filled:
-        name_columns(use, source, env, columns, read, filled, of_hooks, of_messages)
+    if seen.filled:
+        name_columns(use, seen, source, env, columns)
     return use
 
 
 def name_columns(
     use: ColumnUse,
+    seen: SeenColumns,
     source: TaskSource,
     env: Env | None,
     columns: dict[str, str],
-    read: dict[str, None],
-    filled: dict[str, None],
-    of_hooks: set[str],
-    of_messages: set[str],
 ) -> None:
     """Sets the columns of prompts, of labels and unread ones. `columns`: --data.columns."""
-    row = source.rows[source.kept[0]]
+    read, filled, row = seen.read, seen.filled, source.rows[source.kept[0]]
     renamed = {name for name, path in columns.items() if nested_value(row, path) is not MISSING}
     shown = {name: f"{name}={columns[name]}" for name in renamed & filled.keys()}
     if env is None:
         labels = [name for name in read if name not in OF_PROMPTS]
-        prompts = [name for name in read if name in OF_PROMPTS | of_messages]
+        prompts = [name for name in read if name in OF_PROMPTS | seen.of_messages]
         # A column of conversations holds both.
         conversations = [name for name in prompts if name in PROMPT_COLUMNS]
         prompts, labels = prompts or labels, labels or conversations
     else:
         takes_all = any(hook.takes_all for hook in env.hooks.values())
         prompts = list(read)
-        labels = [name for name in filled if name in of_hooks or (takes_all and name not in read)]
+        labels = [
+            name for name in filled if name in seen.of_hooks or (takes_all and name not in read)
+        ]
     hidden = []
     if isinstance(source.rows, RenamedColumns):
         hidden = [name for name in source.rows.hidden if name in source.rows.rows[0]]
@@ -202,15 +225,11 @@ def lost_columns(
     conversation = "\n".join(map(text_of, messages))
     names = []
     for name, value in dict.items(row):
-        is_prompt = name in PROMPT_COLUMNS
-        patterns = (OTHER_PROMPTS, INSTRUCTIONS, CHOICES)
-        is_named = name in MEDIA or any(pattern.search(name) for pattern in patterns)
-        is_named = is_named and not ABOUT.search(name)
-        if name in used or not (is_prompt or is_named or TOOLS.search(name)):
+        if name in used or not advice_of(name):
             continue
         is_lost = any(text.strip() not in conversation for text in texts_in(value))
         is_lost = is_lost or (name in MEDIA and is_filled(value))
-        if is_lost or (is_told and is_prompt and is_filled(value)):
+        if is_lost or (is_told and name in PROMPT_COLUMNS and is_filled(value)):
             names.append(name)
     return names
 
@@ -248,21 +267,28 @@ def texts_in(value: JSON) -> Iterator[str]:
             yield from texts_in(each)
 
 
+def advice_of(name: str) -> str:
+    """The advice of LOST about a column; "" if it is no part of a prompt by its name."""
+    advice = (advice for pattern, advice in LOST if pattern.search(name))
+    return "" if ABOUT.search(name) else next(advice, "")
+
+
 def fix_of(name: str, use: ColumnUse) -> str:
     """Advice to read a lost column."""
     prompt = [column.partition("=")[0] for column in use.prompt]
     prompts = [column for column in prompt if column in PROMPT_COLUMNS]
     system = [column for column in SYSTEM_COLUMNS if column in prompt]
-    if name in MEDIA:
-        return "models are trained on text and images: leave out rows that need it"
-    if name in PROMPT_COLUMNS or OTHER_PROMPTS.search(name):
-        fix = f"--data.columns prompt={name} reads it"
-        return fix if prompts else f"it is read where {' and '.join(PAIR)} are replies alone"
-    if TOOLS.search(name):
-        return f"--data.columns tools={name} reads it"
-    if (name in use.nested or CHOICES.search(name)) and prompts:
-        return f"write its texts into column {prompts[0]!r}"
-    if system:
+    advice = advice_of(name)
+    if advice == READ_PROMPT and not prompts:
+        return f"it is read where {' and '.join(PAIR)} are replies alone"
+    if advice == READ_SYSTEM and name in use.nested:
+        advice = WRITE
+    if advice == WRITE and not prompts:
+        advice = READ_SYSTEM
+    if advice == READ_SYSTEM and system:
         return f"add its text to column {system[0]!r}"
     target = "input" if "instruction" in prompt else "system"
-    return f"--data.columns {target}={name} reads it"
+    same = [repr(column) for column in use.lost if advice_of(column) == READ_SYSTEM]
+    if advice == READ_SYSTEM and len(same) > 1:
+        return f"write {' and '.join(same)} into one column, for --data.columns {target}=NAME"
+    return advice.format(name=name, prompt="".join(prompts[:1]), system=target)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 
 from rl_core.data.task_rows import PROMPT_COLUMNS, first_column
-from rl_core.sampling.hooks import describe_error
+from rl_core.sampling.hooks import describe_error, refuse_none
 from rl_core.types import JSON, Row
 
 
@@ -27,6 +27,7 @@ class MadePrompts(Sequence):
             return row
         try:
             prompt = self.row_to_prompt(**{name: row[name] for name in self.columns})
+            refuse_none(prompt, "row_to_prompt()", self.path)
         except Exception as error:
             raise ValueError(
                 f"{self.path}: row_to_prompt() failed for row {index + 1}: "

@@ -27,6 +27,8 @@ GOOD = re.compile(
     "^(label|target|reward|score)$|_(is_)?correct$|_passed$",
     re.I,
 )
+# Texts of these columns that mark a bad reply. Others, such as "no" or "bad", may be an answer.
+FALSE = re.compile(r"\s*(false|incorrect|wrong|failed|failure|unsafe|undesirable)\s*", re.I)
 TOOLS = re.compile(r"(^|\.)(tools|functions)$")
 TEXT_CALL = re.compile(r'<tool_call>\s*\{\s*"name":\s*"([^"]+)"')
 SCORE = re.compile("score|rating|reward", re.I)
@@ -122,10 +124,13 @@ def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:
     for name in names if is_trained else ():
         value = dict.get(row, name)
         is_number = isinstance(value, (int, float)) and name not in ("label", "target")
-        if str(value).lower() == "false" or (is_number and value == 0):
+        is_text = isinstance(value, str)
+        if value is False or (is_text and FALSE.fullmatch(value)) or (is_number and value == 0):
+            kept = f"row[{name!r}] != {value!r}" if is_text else f"row[{name!r}]"
+            shown = repr(value) if is_text else "false or 0"
             yield (
-                f"column {name!r} is false or 0, which marks a bad reply, and SFT trains it; write "
-                f"a file without such rows: load_dataset(...).filter(lambda row: row[{name!r}])"
+                f"column {name!r} is {shown}, which marks a bad reply, and SFT trains it; write "
+                f"a file without such rows: load_dataset(...).filter(lambda row: {kept})"
                 ".to_json(...)"
             )
     scores = [name for name in row if "chosen" in name and SCORE.search(name)]

@@ -42,7 +42,7 @@ class Panel(Terminal):
                 done = min(trainer.worker.num_ready(), config.tasks_per_step)
                 doing.append(f"{done}/{config.tasks_per_step} groups")
         doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
-        above, facts = results(self.metrics, config.trained), []
+        above, facts = results(self.metrics, config.trained, config.is_rl), []
         if len(above) == 1:
             above, facts = [], above
         for phase in ("generate", "learn"):

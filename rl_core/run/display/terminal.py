@@ -84,7 +84,8 @@ class Terminal(Plugin):
         if now > self.said_at + 1 or step == config.num_steps:
             self.said_at = now
             left = time_left(self.ended_at, config.num_steps - step)
-            self.show(progress_line(step, config.num_steps, metrics, config.trained, left))
+            actors, is_rl = config.trained, config.is_rl
+            self.show(progress_line(step, config.num_steps, metrics, actors, left, is_rl))
         for text in self.warnings.step(step, metrics):
             warn(step, text)
 
@@ -200,7 +201,7 @@ def progress_line(
     metrics: Mapping[str, float],
     actors: Sequence[str],
     left: timedelta,
-    is_rl: bool = True,
+    is_rl: bool,
 ) -> str:
     """step 12/200  reward 0.412  entropy 0.213  1.40 s (generate 0.90, learn 0.50)  ETA 0:04:23
 
