@@ -103,7 +103,7 @@ class ColumnUse:
 
 @dataclass(kw_only=True, slots=True)
 class SeenColumns:
-    """Columns of the first rows, by what was met in them."""
+    """Columns of the first rows, by their use."""
 
     of_hooks: set[str]  # Columns that hooks name.
     read: dict[str, None] = field(default_factory=dict)
