@@ -26,6 +26,18 @@ OPENING = r"(?P<line>(?:\A|(?<=[\n>\]]))[ \t]*)?(?<![`'\"])"
 OPENING += rf"(?P<mark>{'|'.join(map(re.escape, MARKS))})"
 
 
+# Characters around a mark that a text quotes.
+QUOTES = {"''", '""', "``", "“”", "‘’"}
+
+
+def closing_at(text: str, mark: str, start: int = 0) -> int:
+    """Index of the first closing mark from `start` that is not in quotes; -1 without one."""
+    at = text.find(mark, start)
+    while at > 0 and text[at - 1] + text[at + len(mark) : at + len(mark) + 1] in QUOTES:
+        at = text.find(mark, at + 1)
+    return at
+
+
 def thought_spans(
     text: str, other: str = "(?!)"
 ) -> Iterator[tuple[int, int, re.Match[str] | None]]:
@@ -33,12 +45,15 @@ def thought_spans(
     Thoughts that are not closed reach to the end of the text if their mark begins a line or stands
     behind another mark: elsewhere a text mentions the mark, as it does in quotes."""
     pattern = re.compile(f"{OPENING}|{ANALYSIS}|(?P<other>{other})", re.DOTALL)
-    closed = {mark: text.rfind(closing) for mark, closing in MARKS.items()}
+    unclosed = set()  # Marks that no later mark closes; a search for each would take long.
     end = 0
     while match := pattern.search(text, end):
         end, mark = match.end(), match["mark"]
-        if mark is not None and end <= closed[mark]:
-            end = text.index(MARKS[mark], end) + len(MARKS[mark])
+        closing = -1 if mark is None or mark in unclosed else closing_at(text, MARKS[mark], end)
+        if closing < 0:
+            unclosed.add(mark)
+        if mark is not None and closing >= 0:
+            end = closing + len(MARKS[mark])
         elif mark is not None and match["line"] is None:
             continue
         elif mark is not None:
@@ -47,13 +62,24 @@ def thought_spans(
 
 
 def without_thoughts(text: str) -> str:
-    """The text without its thoughts. A closing mark alone ends thoughts that the prompt opened."""
+    """The text without its thoughts. A closing mark that is the first of its kind, and not in
+    quotes, ends thoughts that the prompt opened. Where no thoughts are open it is text."""
     answer, end = "", 0
-    for start, next_end, _ in thought_spans(text):
-        answer, end = answer + text[end:start], next_end
-    answer += text[end:]
-    for mark in MARKS.values():
-        answer = answer.rpartition(mark)[2]
+    openable = set(MARKS.values())  # Closing marks of thoughts that the prompt may have opened.
+    for start, next_end, _ in [*thought_spans(text), (len(text), len(text), None)]:
+        outside, thoughts = text[end:start], text[start:next_end]
+        for mark in list(openable):
+            closing = closing_at(outside, mark)
+            if closing >= 0:
+                answer, outside = "", outside[closing + len(mark) :]
+                openable.discard(mark)
+        answer, end = answer + outside, next_end
+        # Thoughts in which the mark was opened again may close again.
+        openable -= {
+            closed
+            for mark, closed in MARKS.items()
+            if thoughts.endswith(closed) and thoughts.count(mark) == 1
+        }
     return text if answer == text else answer.lstrip("\n")
 
 
@@ -68,7 +94,7 @@ def unclosed_mark(prompt: str, reply: str) -> str:
     """The opening mark, as a line, of thoughts that `prompt` opens and `reply` does not close;
     otherwise ""."""
     mark = open_mark(prompt)
-    return f"{mark}\n" if mark and MARKS[mark] not in reply else ""
+    return f"{mark}\n" if mark and closing_at(reply, MARKS[mark]) < 0 else ""
 
 
 def leading_thoughts(text: str, prompt: str = "") -> int:
@@ -80,5 +106,5 @@ def leading_thoughts(text: str, prompt: str = "") -> int:
         mark = next((mark for mark in MARKS if text.startswith(mark, start)), None)
     if mark is None:
         return 0
-    end = text.find(MARKS[mark], start)
+    end = closing_at(text, MARKS[mark], start)
     return len(text) if end < 0 else end + len(MARKS[mark])

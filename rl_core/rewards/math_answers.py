@@ -81,8 +81,8 @@ RELATIONS = "=<>≤≥≠≈≡"
 FLIPPED = str.maketrans("<>≤≥", "><≥≤")
 OPEN, CLOSED = "([{⦃⟨", ")]}⦄⟩"
 # Letters right after a number are a product of variables (6abc, 6m), except for these units.
-CLOSE_UNITS = r"(?:cm|mm|km|kg|mg|ml|mL|ft|in|yd|mi|lb|oz|hr|am|pm|mph|rad|deg|m/s)"
-UNITS = rf"(?:{CLOSE_UNITS}|[a-zA-Z]{{3,}}|[msghL])"
+CLOSE_UNITS = r"(?:cm|mm|km|kg|mg|ml|mL|ft|in|yd|mi|lb|oz|hr|mph|rad|deg|m/s)"
+UNITS = rf"(?:{CLOSE_UNITS}|(?i:[ck]m|kg|ft|in|yd|mi|lb|oz|hr)|pm|[a-zA-Z]{{3,}}|[msghL])"
 UNIT_POWER = r"\.?(?:\^\{?-?[1-4]\}?)?"
 BASE = r"([0-9A-F]+)_\{?(\d+)\}?"
 # A function's value, a probability, a segment or an angle.
@@ -90,7 +90,12 @@ NAME = r"[fghFGHQ]'*(?:\^\{?-1\}?)?\([^()]*\)|[A-Za-z]\w*\([a-z,]+\)|[A-Za-z]{2,
 NAME += r"[pquv]\([\d.,-]+\)|[a-zA-Z](?:\+[a-zA-Z])+|\|[a-zA-Z]\||"
 NAME += r"\\(?:sin|cos|tan|det|gcd|dim|triangle)[({]?(?:\w|,|\\[a-z]+)+[)}]?|"
 NAME += r"(?:P|E|Pr|Var)\([^()]*\)|[A-Z]{2,4}(?:\^2)?|\|[A-Z]{2,4}\||m?\\angle\w+|\[[A-Z]{3,}\]"
-CLOCK = r"(\d{1,2}):(\d\d)(?:([ap])\.?m\.?)?"
+CLOCK = r"(\d{1,2}):(\d\d)([ap]m)?"
+# A time of day, with or without minutes; a text group may hold its end.
+HALF_DAY = re.compile(
+    r"(?<![\d.,:])((?:1[0-2]|0?\d)(?::\d\d)*)\s*“?([ap])(?:\.\s?)?m\b\.?”?(?=\s*(?:[.,;”]|$))", re.I
+)
+BOX = r"\\(?:boxed|fbox)\s*\{"
 DEGREES = r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°|\^\{?°\}?)(?:\s|~|\\[,;! ])*"
 CELSIUS = r"(?:\\(?:text|mathrm|mathit|rm)\s*\{?)?\s*([CF])(?![A-Za-z])\}?"
 # Markdown headings such as "#### Step 2" and "#### 2. Then", which are not answers.
@@ -152,9 +157,12 @@ def last_tag(text: str) -> tuple[str, int]:
 
 
 def last_box(text: str) -> tuple[str, int]:
-    r"""(content of the last closed \boxed{}, its end). Boxes separated only by "and" or a comma are
-    one list."""
+    r"""(content of the last \boxed{}, its end). Boxes separated only by "and" or a comma are
+    one list. A box that is not closed has no content: the text was cut off within its answer."""
     boxes = closed_boxes(text)[-MAX_BOXES:]
+    closed_end = boxes[-1][1] if boxes else 0
+    if unfinished := re.search(BOX, text[closed_end:]):
+        return "", closed_end + unfinished.start()
     if not boxes:
         return "", -1
     start, end, content_start = boxes.pop()
@@ -174,7 +182,7 @@ def closed_boxes(text: str) -> list[tuple[int, int, int]]:
     """(start, end, start of the content) of each outermost box that is closed."""
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []  # Open braces; a box has (start, content start).
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text, re.S):
+    for match in re.finditer(BOX + r"|\\.|[{}]", text, re.S):
         if match[0] == "}":
             box = opened.pop() if opened else None
             if box:
@@ -357,6 +365,7 @@ def cleaned(text: str) -> tuple[str, str]:
     text = re.sub(r"(?<!\\)\\[,;:! ]|\\\$|\\?%|~|€|£", " ", text)
     text = text.replace(r"\{", "⦃").replace(r"\}", "⦄").replace("\\|", "|")
     text = re.sub(STYLE + r"((?:[^{}]|\{[^{}]*\})*)\}", text_group, text)
+    text = HALF_DAY.sub(lambda time: f"{time[1]} “{time[2].lower()}m”", text)
     text = re.sub(r"\\mu\s*“\s*", "“µ", text)
     text = re.sub(r"\\([A-Za-z]+) ?", command, text)
     text = re.sub(r"(?<=[\d.])[eE]([+-]?\d+)(?![\w.])", r"*10^{\1}", text)
@@ -394,7 +403,7 @@ def text_group(match: re.Match[str]) -> str:
     is_applied = text.isalpha() and re.match(r"\s*\(", match.string[match.end() :])
     if text in FUNCTIONS or text == "pi" or is_applied:
         return f"\\{text} "  # A function may be unknown: \text{lcm}(4,6).
-    if re.match(r"-?[\d.]", text) and not re.fullmatch(CLOCK, text.replace(" ", "")):
+    if re.match(r"-?[\d.]", text):
         return text
     if text and not unit_value(text):
         text = text.casefold()
@@ -408,7 +417,7 @@ def without_units(text: str) -> tuple[str, str]:
     group = r"(?:[*/]\s*)?“[^“”]*”(?:\s*\^\s*\{?-?\d\}?)?"
     bare, unit = re.sub(group, " ", text), ""
     words = [word.strip() for word in re.findall(r"“([^“”]*)”", text)]
-    is_clock = any(re.fullmatch(r"[ap]\.?\s?m\.?", word) for word in words)
+    is_clock = HALF_DAY.search(text) is not None
     is_unit = not any(map(MODIFIER.search, words))
     if re.search(r"[\w∞∅)\]}⦄⟩]", bare) and not is_clock and is_unit:
         tail = re.search(rf"((?:\s*{group})+)[\s.,;:]*$", text)

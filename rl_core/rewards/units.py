@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 from functools import cache
+from itertools import product
 
 # Names = factor, then base units and their exponents. The base units of mechanics are m, k(g), s.
 TABLE = """
@@ -43,16 +44,31 @@ def known_units() -> dict[str, Unit]:
     return units
 
 
+@cache
 def named_unit(name: str) -> Unit | None:
-    """The value of a unit such as kJ, kilometers or feet; None if it is unknown."""
+    """The value of a unit such as kJ, kilometers or feet; None if it is unknown. Other cases of its
+    letters count if all that are units have one value: KM is km, but MG may be mg or Mg."""
+    if (unit := exact_unit(name)) or len(name) == 1:
+        return unit
+    letters = zip(name.lower(), name.upper(), strict=True)
+    cases = map("".join, product(*letters)) if len(name) < 5 else [name.lower()]
+    values = [unit for each in cases if (unit := exact_unit(each))]
+    return values[0] if values and values.count(values[0]) == len(values) else None
+
+
+def exact_unit(name: str) -> Unit | None:
     units = known_units()
     for singular in (name, name.removesuffix("s"), name.removesuffix("es")):
         if singular in units and (singular == name or len(singular) > 2):
             return units[singular]
         for prefix, power in PREFIXES.items():
             rest = singular.removeprefix(prefix)
-            # Symbols have prefixes of one letter, and words have words.
-            if rest != singular and rest in units and (len(prefix) == 1) == (len(rest) < 4):
+            # Symbols have prefixes of one letter, and words have words. Min is no megainch.
+            if (
+                rest not in (singular, "in")
+                and rest in units
+                and (len(prefix) == 1) == (len(rest) < 4)
+            ):
                 factor, exponents = units[rest]
                 return factor * Fraction(10) ** power, exponents
     return None

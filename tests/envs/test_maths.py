@@ -86,7 +86,8 @@ PLACED = [
     ("\\boxed{\\boxed{5}}", "5", 1), ("\\boxed{5}" + " so it goes" * 1000, "5", 1),
     ("#### 5" + "\nas was to be shown" * 1000, "5", 1), ("\\boxed{3} and $\\boxed{4}$", "3,4", 1),
     ("\\boxed{3} and \\boxed{4}", "4", 0), ("First \\boxed{3}. Rather \\boxed{4}", "4", 1),
-    ("\\boxed{5} and then \\boxed{6", "5", 1), ("#### Step 1\nWe add.\n#### Step 2\nSo \\boxed{7}", "7", 1),
+    ("\\boxed{5} and then \\boxed{6", "5", 0), ("So \\boxed{5", "5", 0), ("\\boxed{6\n#### 5", "5", 1),
+    ("#### Step 1\nWe add.\n#### Step 2\nSo \\boxed{7}", "7", 1),
     ("#### Solution\nIt is 7.", "7", 1), ("#### Final Answer\n7", "7", 1), ("#### 7 apples\n", "7", 1),
     ("\\boxed{3}\n#### 7", "7", 1), ("#### 3 cases\nHence \\boxed{5}", "5", 1), ("#### **7**", "7", 1),
     ("#### 2. Second\nThe answer is $\\frac{1}{2}$", "0.5", 1), ("#### $\\frac12$", "1/2", 1),
@@ -144,7 +145,16 @@ def test_thoughts_hold_no_answer(opened, closed):
         f"<b>Hm.</b> {opened}{wrong}{closed}{right}": 1,
     }
     if closed in MARKS.values():  # The prompt may have opened the thoughts.
-        replies |= {wrong + closed + right: 1, right + closed: 0, right + closed + wrong: 0}
+        replies |= {
+            wrong + closed + right: 1,
+            right + closed: 0,
+            right + closed + wrong: 0,
+            f'{right}, "5"{closed}': 0,
+            f"{right}, no '{closed}' needed": 1,
+            f"{wrong}, then '{closed}'.{closed}{right}, no {closed} needed": 1,
+            f"{opened}{wrong}{closed}{right}, no {closed} needed": 1,
+            f"{opened}no `{closed}` yet, {right}": 0,
+        }
     assert {reply: maths(reply, "5") for reply in replies} == replies
 
 

@@ -109,6 +109,7 @@ OPENS_THOUGHTS = ALTERNATING.replace("'<|assistant|>\n'", "'<|assistant|>\n<thin
     [
         ("so \\boxed{4} or 5?", 12, "<think>\nso \\boxed{4}"),
         ("hm</think>4 and more", 11, "hm</think>4"),
+        ("no '</think>' yet", 13, "<think>\nno '</think>'"),
         ("so 4", 12, "so 4"),
     ],
 )
