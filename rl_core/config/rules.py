@@ -21,7 +21,7 @@ OF_RUN = [
     (
         lambda c: not c.actors and c.resume,
         "--model is missing: --resume does not read the flags of the earlier run; give them "
-        "again, or --config {c.out}/config.yaml --resume",
+        "again, or type rl-core train --config {c.out}/config.yaml --resume",
     ),
     (
         lambda c: not c.actors,

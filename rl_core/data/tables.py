@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ def load_other(
     """(name, rows) of each part of a source: of its files, or of a folder that `save_to_disk` made,
     or of a name on the hub. A run's rollouts give an actor's episodes that did not fail and have at
     least min_reward."""
+    quiet_datasets()
     if not files:
         return [(name, without_null_keys(load_named(name, split)))]
     if files[0].name.endswith(ROLLOUTS):
@@ -63,6 +65,12 @@ def load_other(
             rows = JsonLines(file) if file.suffix == ".jsonl" else list(read_json(file))
             parts.append((str(file), rows))
     return parts
+
+
+def quiet_datasets() -> None:
+    """Turns off the progress bars of `datasets`, before it is imported."""
+    if not os.environ.get("RL_CORE_DEBUG"):
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 class JsonLines(Sequence):

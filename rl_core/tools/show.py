@@ -103,7 +103,7 @@ def describe_steps(run: Path, steps: list[int]) -> str:
 
 def reasons(options: argparse.Namespace) -> str:
     """A table of reasons with the number of episodes that failed, and their steps. Exceptions that
-    differ by a value are one reason, which shows the first value."""
+    differ by a value are one reason, which shows the first value and counts the others."""
     from rl_core.data.episodes import failure_reason
     from rl_core.tools.viewer.data import RunFolder
 
@@ -112,6 +112,7 @@ def reasons(options: argparse.Namespace) -> str:
     episodes: set[tuple] = set()
     failed: dict[str, dict[tuple, int]] = {}  # first reason -> episode -> step
     firsts: dict[str, str] = {}  # reason without its values -> first reason
+    others: dict[str, set[str]] = {}  # first reason -> reasons that differ by a value
     for e in run.entries:
         is_asked = (
             (e.kind != "train") == options.eval
@@ -125,6 +126,7 @@ def reasons(options: argparse.Namespace) -> str:
                 reason = failure_reason(e.error, e.task)
                 first = firsts.setdefault(without_values(reason), reason)
                 failed.setdefault(first, {})[episode] = e.step
+                others.setdefault(first, set()).update({reason} - {first})
     num_failed = len({episode for steps_of in failed.values() for episode in steps_of})
     lines = [f"{num_failed} of {len(episodes)} episodes failed"]
     if failed:
@@ -132,7 +134,8 @@ def reasons(options: argparse.Namespace) -> str:
     for reason, steps_of in sorted(failed.items(), key=lambda pair: -len(pair[1])):
         first, last = min(steps_of.values()), max(steps_of.values())
         steps = str(first) if first == last else f"{first} to {last}"
-        lines.append(f"{len(steps_of):>8}  {steps:<12} {printable(reason)}")
+        note = f"  (and {len(others[reason])} other values)" if others[reason] else ""
+        lines.append(f"{len(steps_of):>8}  {steps:<12} {printable(reason)}{note}")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_core.train import say_loading
 from rl_core.types import InputImage
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ def main(argv: list[str]) -> int:
     """Prints each row. Returns 1 if a row is refused. Raises ValueError for a file or a template
     that cannot be read."""
     options, flags = parse(argv)
+    if options.rows < 1:
+        raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
+    say_loading()
     from rl_core.data.tasks.row_warnings import NUM_ROWS
     from rl_core.run.plan.plan import train_tasks
     from rl_core.scratch import scratch_prefix
 
-    if options.rows < 1:
-        raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
     num_refused = 0
     with tempfile.TemporaryDirectory(prefix=scratch_prefix("tokens")) as folder:
         shown = RowReports(flags, Path(folder))

@@ -386,7 +386,7 @@ FLAGS = [
     # Missing flags.
     ([], "--model m --env_path x.py", "--out is missing"),
     ([], "--out x --env_path x.py", "--model is missing: a folder or hub name"),
-    ([], "--out x --resume", "again, or --config x/config.yaml --resume"),
+    ([], "--out x --resume", "again, or type rl-core train --config x/config.yaml --resume"),
     ([], "--out x --model m", "--env_path is missing"),
     # a flag of another algorithm
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),

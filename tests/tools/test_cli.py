@@ -58,6 +58,7 @@ for command in {["", *COMMANDS]}:
         "rl_core.tools.cli train --model m --env_path math_answer --data.train r --out o",
         "rl_core.tools.cli eval m --env_path math_answer --data.train r",
         "rl_core.tools.cli collect m --env_path math_answer --data.train r --out o",
+        "rl_core.tools.cli tokens --model m --data.train r",
     ],
 )
 def test_a_line_is_printed_before_torch_is_imported(argv):

@@ -194,7 +194,7 @@ def test_show_counts_why_episodes_failed_over_all_steps(run, capsys):
     table = [
         "6 of 14 episodes failed",
         "  failed  steps        reason",
-        "       3  13           r() failed: x.py:2: KeyError: '0'",
+        "       3  13           r() failed: x.py:2: KeyError: '0'  (and 2 other values)",
     ]
     assert capsys.readouterr().out.splitlines() == [
         *table,

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from rl_core.config import ActorConfig, flat
+from rl_core.data.tables import quiet_datasets
 from rl_core.data.tasks.row_lengths import left_out
 from rl_core.distributed import MPS
 from rl_core.errors import printable
@@ -57,7 +58,7 @@ def quiet() -> None:
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         huggingface_hub.utils.enable_progress_bars()
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    quiet_datasets()
 
 
 class Terminal(Plugin):
