@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import parse_config
+from rl_core.run.plan.path_checks import check_paths
 from rl_core.run.process.torchrun_exit import end_with_launcher, report_failure
 from rl_core.sampling.watchdog import exit_process, leave_threads, refusing_exits, run_hooks
 
@@ -48,6 +49,7 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         if print_help(argv):
             return 0
         config = parse_config(argv)
+        check_paths(config)
         if sys.modules.get("torch") is None and os.environ.get("RANK", "0") == "0":
             say_loading()
         # Off while modules and rows load, because collections would take a second.

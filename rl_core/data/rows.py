@@ -49,10 +49,7 @@ def load_rows(
 
     parts = []
     for name in comma_split(source):
-        named, _, last = name.rpartition("@")
-        own_split = split
-        if named and "/" not in last and not Path(name).expanduser().exists():
-            name, own_split = named, last
+        name, own_split = source_and_split(name, split)
         files = files_of(name, own_split)
         if files and all(map(is_small_json, files)):
             loaded = [(str(file), list(read_json(file))) for file in files]
@@ -64,6 +61,14 @@ def load_rows(
     rows = parts[0][1] if len(parts) == 1 else ConcatDataset([rows for _, rows in parts])
     counts = [(name, len(rows)) for name, rows in parts]
     return cast("Sequence[Row]", rows), counts
+
+
+def source_and_split(name: str, split: str) -> tuple[str, str]:
+    """A source without the split that is written behind it, and that split, or else `split`."""
+    named, _, last = name.rpartition("@")
+    if named and "/" not in last and not Path(name).expanduser().exists():
+        return named, last
+    return name, split
 
 
 def is_small_json(path: Path) -> bool:

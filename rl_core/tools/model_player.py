@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.config.actors import URL
 from rl_core.run.plan.model_paths import check_plays
+from rl_core.run.plan.path_checks import ROWS, check_inputs
 from rl_core.train import say_loading
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ def read_flags(
     options, flags = parser.parse_known_args(argv)
     if len(options.models) == 1:  # Of several, one that fails leaves the others their scores.
         check_plays(options.models[0])
-    if not names_env(flags) and not any(config_files(model) for model in options.models):
+    is_of_run = any(config_files(model) for model in options.models)
+    if not names_env(flags) and not is_of_run:
         raise ValueError(NO_ENV.format(""))
-    say_loading()
+    if is_of_run:  # Reading a run's config.yaml imports torch.
+        say_loading()
     before = next(filter(None, map(flags_of_run, options.models)), None)
     if before is None:
         check_env_is_named(options.models[0], flags)
@@ -83,6 +86,11 @@ def read_flags(
             f"--algorithm {config.algorithm} has no episodes to play; name an environment by "
             "--env_path"
         )
+    # Rows of a run's config.yaml may be gone and not be needed.
+    named = [split for split in ROWS if any(re.match(rf"--data\.{split}\b", f) for f in flags)]
+    check_inputs(config, named)
+    if not is_of_run:
+        say_loading()
     from rl_core.run.display.terminal import quiet
 
     quiet()  # Before rows are read.
@@ -101,12 +109,12 @@ def config_files(model: str) -> list[Path]:
 
 def check_env_is_named(model: str, flags: list[str]) -> None:
     """Raises ValueError if no flag names the environment, which a run of RL has in its config."""
+    if names_env(flags) or not config_files(model):
+        return
     from rl_core.run.saving.run_files import read_config
 
-    if names_env(flags):
-        return
     of_run = [read_config(file).get("algorithm") for file in config_files(model)]
-    has_none = f": {model} is of a run of --algorithm {of_run[0]}, without one" if of_run else ""
+    has_none = f": {model} is of a run of --algorithm {of_run[0]}, without one"
     raise ValueError(NO_ENV.format(has_none))
 
 
@@ -120,10 +128,10 @@ def without_learning(item: tuple[str, ActorConfig]) -> tuple[str, ActorConfig]:
 
 def flags_of_run(model: str) -> list[str] | None:
     """--config of the reinforcement learning that made a model; None if there is none."""
-    from rl_core.run.saving.run_files import read_config
-
     for path in config_files(model):
         if (path.parent / "hf").is_dir():
+            from rl_core.run.saving.run_files import read_config
+
             return ["--config", str(path)] if read_config(path).get("algorithm") in RL else None
     return None
 

@@ -12,6 +12,7 @@ import sys
 
 from rl_core.config import parse_config
 from rl_core.run.plan.option_rules import check_options
+from rl_core.run.plan.path_checks import check_paths
 from rl_core.tools.help import TRAIN, print_help
 
 
@@ -23,7 +24,9 @@ def main(argv: list[str]) -> int:
     if print_help(flags, TRAIN):
         return 0
     # A mistake in a flag is an error once, before any rank starts.
-    check_options(parse_config(flags))
+    config = parse_config(flags)
+    check_options(config)
+    check_paths(config)
     # Collecting garbage while modules load takes tenths of a second.
     gc.disable()
     try:

@@ -62,19 +62,47 @@ for command in {["", *COMMANDS]}:
     ],
 )
 def test_a_line_is_printed_before_torch_is_imported(argv):
-    """In a process in which that import fails."""
+    first, *others = without_torch([argv])
+    assert first == "loading torch, the models and the rows ..." and first not in others
+
+
+def without_torch(commands: list[str]) -> list[str]:
+    """The lines on stderr of commands in one process, in which an import of torch fails."""
     code = f"""
 import runpy, sys
 sys.modules |= dict.fromkeys({HEAVY})
-sys.argv[1:] = {argv.split()[1:]}
-runpy.run_module({argv.split()[0]!r}, run_name="__main__")
+for module, *sys.argv[1:] in {[command.split() for command in commands]}:
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert end.code, sys.argv
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    first, *others = done.stderr.splitlines()
-    assert first == "loading torch, the models and the rows ..."
-    assert done.returncode and first not in others
+    return done.stderr.splitlines()
+
+
+TRAIN = "rl_core.tools.cli train --model m --env_path math_answer"
+# Command -> its error, which no line precedes.
+SAID_AT_ONCE = {
+    f"{TRAIN} --data.train r --out envs": "--out envs exists already; continue it with --resume",
+    f"{TRAIN} --data.train no.jsonl --out o": "no.jsonl: no such file in",
+    f"{TRAIN} --data.train rl_core/py.typed --out o": "py.typed: the data set is empty; it must",
+    f"{TRAIN} --data.train r --data.eval no.csv --eval_every 1 --out o": "no.csv: no such file",
+    "rl_core.tools.cli train --model ./no --env_path math_answer --out o": "model no: no such f",
+    "rl_core.tools.cli train --model m --env_path no.py --out o": "no.py: no such file",
+    "rl_core.tools.cli train --model m --out o": "--env_path is missing",
+    "rl_core.train --model m --env_path math_answer --data.train no.jsonl --out o": "no.jsonl: no",
+    "rl_core.tools.cli eval m@http://h/v1 --env_path math_answer --data.eval no.csv": "no.csv: no",
+    "rl_core.tools.cli collect m@http://h/v1 --env_path no.py --out o": "no.py: no such file",
+}
+
+
+def test_what_can_be_said_without_torch_is_said_first():
+    lines = without_torch([*SAID_AT_ONCE])
+    for line, says in zip(lines, SAID_AT_ONCE.values(), strict=True):
+        assert line.startswith("error: ") and says in line, line
 
 
 def test_a_reader_that_stops_early_is_no_error():

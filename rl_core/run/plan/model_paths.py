@@ -15,15 +15,21 @@ from urllib.request import getproxies
 
 def check_path(name: str) -> None:
     """Raises ValueError for a local folder that does not exist, or a hub that is not reachable."""
+    check_local(name)
     path = Path(name)
-    if is_local(name) and not path.exists():
-        raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
     if not path.exists() and not (is_cached(name) or is_hub_reachable()):
         raise ValueError(
             f"model {name!r} is not a folder and cannot be loaded from the hub: the hub cannot be "
             "reached; name a model's folder, or write a tiny one by rl-core init"
             f"{nearest_folder(path)}"
         )
+
+
+def check_local(name: str) -> None:
+    """Raises ValueError for a local folder that does not exist."""
+    path = Path(name)
+    if is_local(name) and not path.exists():
+        raise ValueError(f"model {path}: no such folder{nearest_folder(path)}")
 
 
 def check_weights(folder: Path) -> None:

@@ -36,6 +36,7 @@ from rl_core.run.display.trackers import check_trackers
 from rl_core.run.plan.image_checks import why_no_images
 from rl_core.run.plan.model_checks import checked_chat, num_positions
 from rl_core.run.plan.option_rules import check_options
+from rl_core.run.plan.path_checks import check_folder
 from rl_core.run.saving.run_files import check_resumed
 from rl_core.sampling.env import Env
 from rl_core.sandbox import boxes
@@ -155,15 +156,6 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
 
 def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def check_folder(out: Path, is_resumed: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; name a folder that does not exist yet")
-    if out.exists() and not is_resumed and any(out.iterdir()):
-        raise ValueError(
-            f"--out {out} exists already; continue it with --resume, or name another folder"
-        )
 
 
 def load_envs(
