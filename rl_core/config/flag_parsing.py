@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -217,6 +217,7 @@ def peers() -> dict[str, str]:
 def answer(name: str, flags: Iterable[str], value: object = None) -> str:
     """Answer to an unknown name: our name of another trainer's flag, the flag in its section, the
     flag with nearly this spelling, or a sentence."""
+    fields_by_name = flags if isinstance(flags, dict) else {}
     flags = list(flags)
     is_section = any(flag.startswith(f"{name}.") for flag in flags)
     if is_section and isinstance(value, str) and "=" in value:
@@ -228,7 +229,9 @@ def answer(name: str, flags: Iterable[str], value: object = None) -> str:
     for start in range(len(parts)):
         theirs = peers().get("_".join(parts[start:]))  # rollout_n before n
         if theirs is not None:
-            return f"rl_core calls it {theirs}" if theirs.startswith("--") else theirs
+            if not theirs.startswith("--"):
+                return theirs
+            return f"rl_core calls it {with_help(theirs, fields_by_name)}"
         if is_section:
             return f"{name} is a section; --help {name} lists its flags"
         if ".".join(parts[start:]) in flags and start:
@@ -238,6 +241,14 @@ def answer(name: str, flags: Iterable[str], value: object = None) -> str:
     if len(in_sections) == 1:
         return f"did you mean {in_sections[0]!r}?"
     return nearest_flag(name, flags, actor[2] if actor else "policy")
+
+
+def with_help(flag: str, known: Mapping[str, tuple[object, Field]]) -> str:
+    """A flag with its help, which has its unit. Answers with a value or a note stay as they are."""
+    if flag[2:] not in known:
+        return flag
+    _, f = known[flag[2:]]
+    return f"{flag} ({f.metadata['help']})"
 
 
 def nearest_flag(name: str, flags: list[str], actor: str) -> str:

@@ -37,7 +37,7 @@ class LearnerConfig(Section, prefix="learner."):
     epochs: AtLeast1 = flag(1, "passes over the episodes of a step")
     microbatch_tokens: AtLeast1 = flag(8192, "tokens of one forward and backward on a rank, packed")
     logprob_microbatch_tokens: Count | Literal["auto"] = flag(
-        0, "of forwards without gradient (old logprobs, reference); 0: microbatch_tokens; auto"
+        0, "tokens of a forward without gradient (old logprobs); 0: microbatch_tokens; auto"
     )
     activations: Literal["keep", "recompute", "offload"] = flag(
         "keep", "recompute: gradient checkpointing"

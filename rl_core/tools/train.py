@@ -24,13 +24,16 @@ def main(argv: list[str]) -> int:
     if print_help(flags, TRAIN):
         return 0
     # A mistake in a flag is an error once, before any rank starts.
+    num_ranks = options.nproc_per_node
+    if num_ranks is not None and num_ranks < 1:
+        raise ValueError(f"--nproc_per_node={num_ranks} must be at least 1")
     config = parse_config(flags)
     check_options(config)
     check_paths(config)
     # Collecting garbage while modules load takes tenths of a second.
     gc.disable()
     try:
-        return start(flags, options.nproc_per_node)
+        return start(flags, num_ranks)
     finally:
         gc.enable()
 
@@ -45,8 +48,6 @@ def start(flags: list[str], num_ranks: int | None) -> int:
         import torch
 
         num_ranks = max(1, torch.cuda.device_count())
-    if num_ranks < 1:
-        raise ValueError(f"--nproc_per_node={num_ranks} must be at least 1")
     if num_ranks > 1:
         print(f"starting {num_ranks} ranks ...", file=sys.stderr, flush=True)
         args = ["--standalone", f"--nproc_per_node={num_ranks}"]
