@@ -460,6 +460,8 @@ def test_a_line_that_needs_a_network_is_refused_without_one(
         ("COPY --parents a b", "COPY --parents needs an image"),
         ("ONBUILD RUN true", "ONBUILD cannot be carried out"),
         ("RUNN true", "did you mean 'RUN'"),
+        ('ENTRYPOINT ["a", ', r'ENTRYPOINT \["a", must be a JSON list of strings'),
+        ('ENTRYPOINT ["a", 1]', r'ENTRYPOINT \["a", 1\] must be a JSON list of strings'),
     ],
 )
 def test_instructions_that_need_an_image_are_refused(tmp_path, line, error):
@@ -501,6 +503,10 @@ sleep 987 > /dev/null 2>&1 &
 def test_an_entrypoint_is_run_before_the_agent(make, capsys, line, last, wrote, warning):
     staged = make(dockerfile=f"FROM a\n{line}\nFROM b\n") / "environment/Dockerfile"
     assert entrypoint_of(staged) == []
+    inherited = make(dockerfile=f"FROM a AS Base\n{line}\nFROM a\nFROM --platform=x base\n")
+    assert entrypoint_of(inherited / "environment/Dockerfile") == entrypoint_of(
+        make(dockerfile=f"FROM a\n{line}\n") / "environment/Dockerfile"
+    )
     lines = f"FROM a\nENV PLACE=here\nCOPY --chmod=755 enter /app/enter\n{line}\n"
     folder = make(dockerfile=lines, more={"environment/enter": ENTRYPOINT + last})
     running = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -o '[s]leep 987' | wc -l"

@@ -558,6 +558,10 @@ RESULTS = {
         {"content": [TEXT], "structuredContent": {"found": ["ü"]}},
         '2 found\n{"found": ["ü"]}',
     ),
+    "structured_list": (
+        {"content": [TEXT], "structuredContent": {"result": ["a", "b"]}},
+        '2 found\n{"result": ["a", "b"]}',
+    ),
     "repeated": (
         {"content": [{"type": "text", "text": '{"a":  1}'}], "structuredContent": {"a": 1}},
         '{"a":  1}',

@@ -51,9 +51,9 @@ class Instruction:
     @property
     def words(self) -> list[str]:
         """Words of the text, without flags."""
-        words = shlex.split(HEREDOC.sub("", self.text))
-        if self.text.startswith("["):
-            words = json.loads(self.text)
+        words = exec_form(self.text)
+        if words is None:
+            words = shlex.split(HEREDOC.sub("", self.text))
         return [word for word in words if not word.startswith("--")]
 
     def filled(self, values: Mapping[str, str]) -> list[str]:
@@ -63,6 +63,16 @@ class Instruction:
     def flag(self, name: str) -> str:
         match = re.search(rf"(?:^|\s)--{name}=(\S+)", self.text)
         return match[1] if match else ""
+
+
+def exec_form(text: str) -> list[str] | None:
+    """The words of a JSON list; None for a shell command, such as `[ -f a ] && b`."""
+    try:
+        words = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_list = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return words if is_list else None
 
 
 def read_instructions(path: Path) -> list[Instruction]:
@@ -100,15 +110,21 @@ def joined_lines(text: str) -> Iterator[tuple[int, str, list[str]]]:
 
 
 def entrypoint_of(path: Path) -> list[str]:
-    """The command of ENTRYPOINT in a Dockerfile's last stage; [] if that has none."""
+    """The command of ENTRYPOINT in a Dockerfile's last stage, or in the stage that it is FROM; []
+    if these have none."""
     command: list[str] = []
+    stages: dict[str, list[str]] = {}
+    stage = ""
     for _, line, _ in joined_lines(path.read_text(encoding="utf-8")):
         name, _, text = line.partition(" ")
         if name.upper() == "FROM":
-            command = []
+            words = [word.lower() for word in text.split() if not word.startswith("--")]
+            command = stages.get(words[0], []) if words else []
+            stage = words[2] if len(words) > 2 else ""
         elif name.upper() == "ENTRYPOINT":
-            text = text.strip()
-            command = json.loads(text) if text.startswith("[") else ["/bin/sh", "-c", text]
+            words = exec_form(text.strip())
+            command = ["/bin/sh", "-c", text.strip()] if words is None else words
+        stages[stage] = command
     return command
 
 
@@ -127,6 +143,11 @@ def check_instruction(instruction: Instruction) -> None:
     if name not in known:
         raise ValueError(
             f"{location}: {name} cannot be carried out in a box; {nearest(name, known)}"
+        )
+    if name == "ENTRYPOINT" and text.startswith("[") and exec_form(text) is None:
+        raise ValueError(
+            f"{location}: ENTRYPOINT {text[:MAX_OUTPUT]} must be a JSON list of strings, such as "
+            '["program", "argument"], or a shell command without the bracket'
         )
     allowed = {"RUN": ("--mount=type=cache",), "COPY": ("--chown=", "--chmod=", "--from=")}
     allowed["COPY"] += ("--link",)
@@ -204,8 +225,8 @@ class Build:
     async def run(self, instruction: Instruction) -> None:
         text = re.sub(r"^(--\S+\s+)*", "", instruction.text)
         command: str | list[str] = text
-        if text.startswith("["):
-            command = json.loads(text)
+        if words := exec_form(text):
+            command = words
         elif instruction.documents:
             command = with_documents(text, instruction.documents)
         begun = time.monotonic()
