@@ -1,7 +1,10 @@
 # Sourced by the other scripts, with the wanted extra in $extra, in the repository's root: sets $python to that of the
 # active virtual environment, or of .venv, which it makes if need be, with this checkout installed.
 venv="${VIRTUAL_ENV:-$PWD/.venv}"
-[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+if [ ! -x "$venv/bin/python" ]; then
+    echo "making the virtual environment $venv"
+    "${PYTHON:-python3}" -m venv "$venv"
+fi
 python="$venv/bin/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rl_core needs Python >= 3.11" >&2; exit 1; }
 
@@ -44,6 +47,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
             install_torch_for_cpu
         fi
     fi
+    echo "installing rl_core and its other requirements"
     install -e ".${extra:+[$extra]}"
     "$python" -c 'from importlib.metadata import version
 print("installed", ", ".join(f"{name} {version(name)}" for name in ("rl_core", "torch", "transformers")))'

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a tiny language model, warms it up with SFT, and teaches it to sort digits by GRPO: a few minutes on a laptop.
+# Makes a tiny language model, warms it up with SFT, and teaches it to sort digits by GRPO: about two minutes on two idle cores.
 #   bash scripts/quickstart.sh [--seed 1] [--num_steps 50 or any other flag of the GRPO run]
 # An active virtual environment is reused; without one, .venv is made in the repository's root.
 set -euo pipefail

@@ -31,6 +31,7 @@ NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatte
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # File next to a run's rollouts: actor -> fingerprint of the tokenizer.
 TOKENIZERS = "tokenizers.json"
+END = "end.json"  # The last step of a run that no signal or error ended.
 
 
 def load_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pty
@@ -15,6 +16,7 @@ from datetime import timedelta
 import pytest
 from kit import wait_until, words
 
+from rl_core.run.display import terminal
 from rl_core.run.display.summary import before_and_after
 from rl_core.run.display.terminal import progress_line, time_left
 from rl_core.run.evaluation.print_samples import cut
@@ -195,6 +197,13 @@ def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys)
     )
 
 
+def test_a_long_step_says_how_many_episodes_are_done(flags_of, capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "PROGRESS_S", 0.02)
+    slow = "await __import__('asyncio').sleep(0.3) or 1.0"
+    assert main(flags_of(slow, "--num_steps 1 --rollout.save false")) == 0
+    assert "step 1: 0 of 4 episodes\n" in capsys.readouterr().out
+
+
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
     more = "--eval_every 1 --print_samples 5 --eval.samples 0"
     prompt = "'7 ' * 100 + chr(27) + ' 7' * 100"
@@ -235,6 +244,7 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
         assert main(flags) == 0
         printed = capsys.readouterr().out.splitlines()
         position = next(n for n, line in enumerate(printed) if line.startswith("done: "))
+        assert json.loads((tmp_path / "run/end.json").read_text()) == {"step": int(end[0])}
         assert re.fullmatch(rf"done: step {end} in \d+:\d\d:\d\d{since}", printed[position])
         [passed, score, look] = printed[position + 1 :]
         assert re.fullmatch(r"  env/greedy_pass [\d.]+ -> [\d.]+", passed)

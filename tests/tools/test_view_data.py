@@ -266,3 +266,11 @@ def test_a_folder_with_metrics_alone_is_a_run(tmp_path):
     [ours] = report_of(tmp_path)["report"]
     assert ours["news"]["rows"] == [[1], [2]] and ours["news"]["panels"] == {}
     assert ours["episodes"] == []
+
+
+def test_a_run_that_used_up_its_rows_in_fewer_steps_is_done(tmp_path):
+    (tmp_path / "config.yaml").write_text("num_steps: 2\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1.0}\n')
+    assert RunFolder(str(tmp_path)).facts["state"] == "ended early"
+    (tmp_path / "end.json").write_text('{"step": 1}\n')
+    assert RunFolder(str(tmp_path)).facts["state"] == "done"

@@ -27,7 +27,11 @@ class Panel(Terminal):
         self.live.start()
         self.live.console.show_cursor(True)  # A killed run leaves the cursor visible.
 
+    async def tell_progress(self) -> None:
+        """Prints nothing: the panel has the progress."""
+
     async def close(self) -> None:
+        await super().close()
         if self.live is not None:
             self.live.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rl_core.types import JSONObject
 
 
+PROGRESS_S = 30.0  # Seconds between lines while the episodes of a step are played.
 LAST_STEPS = 20  # Steps whose mean duration gives the time left.
 WIDTH = 100  # Columns of a step's line.
 # Label -> metrics in a step's line, for each actor, of which the first that was measured is shown.
@@ -66,6 +68,7 @@ class Terminal(Plugin):
         super().__init__(trainer)
         self.metrics: dict[str, float] = {}  # Of the last step.
         self.said_at = -math.inf
+        self.telling: asyncio.Task | None = None
         # When the last steps ended.
         self.ended_at: deque[float] = deque(maxlen=LAST_STEPS + 1)
 
@@ -76,6 +79,20 @@ class Terminal(Plugin):
 
     async def start(self) -> None:
         self.ended_at.append(time.monotonic())
+        self.telling = asyncio.create_task(self.tell_progress())
+
+    async def close(self) -> None:
+        if self.telling is not None:
+            self.telling.cancel()
+
+    async def tell_progress(self) -> None:
+        """Prints the progress of a long rollout, every PROGRESS_S."""
+        trainer = self.trainer
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            is_long = time.monotonic() - trainer.phase_began >= PROGRESS_S
+            if is_long and trainer.phase == "generate" and trainer.config.is_rl:
+                self.show(rollout_progress(trainer))
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """Prints a line, at most one a second, and the step's warnings."""
@@ -99,6 +116,14 @@ class Terminal(Plugin):
         if reasons:
             for text in self.warnings.failures(step, reasons):
                 warn(step, text)
+
+
+def rollout_progress(trainer: RunState) -> str:
+    """step 3: 32 of 64 episodes"""
+    config = trainer.config
+    num_done = min(trainer.worker.num_ready(), config.tasks_per_step) * config.group_size
+    num_episodes = config.tasks_per_step * config.group_size
+    return f"step {trainer.step + 1}: {num_done:,} of {num_episodes:,} episodes"
 
 
 def time_left(ended_at: Sequence[float], num_steps: int) -> timedelta:

@@ -28,7 +28,7 @@ from rl_core.config import (
 from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
-from rl_core.data.rows import TOKENIZERS, write_whole
+from rl_core.data.rows import END, TOKENIZERS, write_whole
 from rl_core.data.tasks.row_warnings import data_warnings
 from rl_core.errors import split
 from rl_core.plugin import Plugin, RunState
@@ -83,6 +83,10 @@ class RunFiles(Plugin):
 
     async def finish(self) -> None:
         await self.close()
+        if self.trainer.ranks.is_writer:
+            # The step may be lower than --num_steps in config.yaml: dynamic sampling uses up the
+            # rows of --num_epochs in fewer steps.
+            write_whole(self.trainer.out / END, json.dumps({"step": self.trainer.step}) + "\n")
 
     async def close(self) -> None:
         if self.writing is not None:

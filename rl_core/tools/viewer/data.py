@@ -27,6 +27,7 @@ import yaml
 import zstandard
 
 from rl_core.config import flat, with_new_names
+from rl_core.data.rows import END
 
 if TYPE_CHECKING:
     from rl_core.types import JSON, JSONObject, Message
@@ -189,7 +190,8 @@ class RunFolder:
         """State, steps, times, and the curves of SUMMARY, for the list of runs."""
         began, wrote = self.changed("config.yaml"), self.changed("metrics.jsonl")
         step, curves = progress_of(self.path / "metrics.jsonl", wrote)
-        state = "ended early" if step < (self.config.get("num_steps") or 0) else "done"
+        is_done = step >= (self.config.get("num_steps") or 0) or step == self.last_step
+        state = "done" if is_done else "ended early"
         return {
             "state": "live" if self.is_live else state,
             "step": step,
@@ -197,6 +199,15 @@ class RunFolder:
             "duration_s": None if began is None or wrote is None else wrote - began,
             "curves": curves,
         }
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of a run that no signal or error ended."""
+        try:
+            with open_file(self.path / END) as file:
+                return json.loads(file.read())["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def changed(self, name: str) -> float | None:
         """Time of a file's last change (s since 1970); None if the file is missing."""
