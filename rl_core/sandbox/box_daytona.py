@@ -44,6 +44,7 @@ from rl_core.sandbox.remote_driver import (
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
 MAX_LATE = 1 << 20  # Characters of background processes after a command's end.
+SESSION_ENDED = (400, 404, 409, 410)  # Statuses of a command that a killed session refused.
 RUN = "rl_core_run"  # Label of a sandbox.
 UNREACHED = (DaytonaConnectionError, DaytonaTimeoutError, aiohttp.ClientError, OSError)
 
@@ -139,18 +140,13 @@ class DaytonaSandbox:
         stdin: AsyncIterator[bytes] | None = None,
     ) -> int:
         process = self.sandbox.process
-        if self.idle_sessions:
-            session = self.idle_sessions.pop()
-        else:
-            session = f"rl-core-{secrets.token_hex(6)}"
-            await process.create_session(session, TRANSFER_S)
         # The mark shows that an output is whole, and where the service added a newline.
         mark = secrets.token_hex(16)
         source = "" if stdin is not None else "</dev/null"
         ends = f"code=$?; printf {mark}; printf {mark} >&2; (exit $code)"
         line = f"{shlex.join(argv)} {source}; {ends}"
         asked = SessionExecuteRequest(command=line, run_async=True, suppress_input_echo=True)
-        command = (await process.execute_session_command(session, asked)).cmd_id
+        session, command = await self.submit(asked)
         stdout, stderr = (Marked(mark, stream, on_output) for stream in (1, 2))
         running = process.get_session_command_logs_async(session, command, stdout.add, stderr.add)
 
@@ -174,6 +170,22 @@ class DaytonaSandbox:
             raise EndUnknown("the output was cut before the command ended")
         self.idle_sessions.append(session)
         return code
+
+    async def submit(self, asked: SessionExecuteRequest) -> tuple[str, str]:
+        """(session, id) of the command, begun in an idle session, or in a new one. The service
+        refuses a session whose shell was killed, as end_processes() does to all shells."""
+        process = self.sandbox.process
+        if self.idle_sessions:
+            session = self.idle_sessions.pop()
+            try:
+                return session, (await process.execute_session_command(session, asked)).cmd_id
+            except DaytonaError as error:
+                if error.status_code not in SESSION_ENDED:
+                    raise
+                self.idle_sessions.clear()
+        session = f"rl-core-{secrets.token_hex(6)}"
+        await process.create_session(session, TRANSFER_S)
+        return session, (await process.execute_session_command(session, asked)).cmd_id
 
     async def upload(self, path: str, data: bytes) -> None:
         await self.sandbox.fs.upload_file(data, path, timeout=int(TRANSFER_S))

@@ -206,6 +206,17 @@ def test_a_box_of_e2b_is_not_renewed_beyond_its_lifetime(monkeypatch):
             boxes.configure()
 
 
+def test_a_session_of_daytona_that_was_killed_is_replaced(monkeypatch):
+    async def work(server):
+        async with await boxes.open({"box_driver": "daytona"}) as box:
+            assert (await box.exec("echo a")).stdout == "a\n"
+            server.faults["exec"] = [(410, {})]
+            return (await box.exec("echo b")).stdout
+
+    with box_services.service("daytona", monkeypatch) as server:
+        assert asyncio.run(work(server)) == "b\n"
+
+
 def test_an_image_becomes_one_template_of_e2b(monkeypatch):
     async def work():
         row = {"box_driver": "e2b", "image": "python:3.12-slim"}
