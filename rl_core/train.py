@@ -58,7 +58,7 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         from rl_core.learners import is_sharded
         from rl_core.run.plan.plan import make_plan
         from rl_core.run.plan.rank_agreement import check_ranks_agree
-        from rl_core.run.run_folder import locked
+        from rl_core.run.run_folder import keeping_failure, locked
         from rl_core.sandbox.box_remote import SERVICES
         from rl_core.trainer import Trainer, run_to_end
 
@@ -73,7 +73,10 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # Every rank has checked that the folder is free.
             check_ranks_agree(plan, ranks)
-            with locked(Path(config.out)) if ranks.is_writer else nullcontext():
+            with (
+                locked(Path(config.out)) if ranks.is_writer else nullcontext(),
+                keeping_failure(Path(config.out), ranks.is_writer),
+            ):
                 if ranks.is_engine:
                     from rl_core.engines.engine_ranks import make_engine_rank
 

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from rl_core.data.rows import write_whole
 from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
 
+FAILURE = "failure.txt"
 SERVED_CODES = "served_env_code.jsonl"
 # Files that are named by their step: episodes, values of their tokens, traces.
 OF_STEP = re.compile(
@@ -61,6 +63,22 @@ def locked(out: Path) -> Iterator[None]:
         # frees a lock once every copy of the open file is closed.
         os.register_at_fork(after_in_child=file.close)
         yield
+
+
+@contextmanager
+def keeping_failure(out: Path, is_writer: bool = True) -> Iterator[None]:
+    """Keeps the first error of a run in OUT/failure.txt, with its traceback. The writer removes the
+    file of an earlier failure."""
+    file = out / FAILURE
+    if is_writer:
+        file.unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        with suppress(OSError), open(file, "x") as kept:
+            kept.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n\n")
+            traceback.print_exception(error, file=kept)
+        raise
 
 
 @contextmanager

@@ -569,6 +569,20 @@ def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(
     file.write_bytes(complete[: len(complete) // 2] + noise)
     page = page_of(serve(other))
     page.get_by_text("No metrics yet").wait_for()
+    (other / "config.yaml").write_text("algorithm: grpo\nnum_steps: 9\n")
+    killed = serve(other)
+    for failure, says in (
+        ("", "of 9 and recorded no error"),
+        ("OSError: full\n\nx", "OSError: full"),
+    ):
+        if failure:
+            (other / "failure.txt").write_text(failure)
+        for view in ("curves", "talks", "tasks", "config"):
+            ended = page_of(f"{killed}#{view}")
+            has(ended, "#ended", re.compile(says))
+            has(ended, "#nothing:visible", 0)
+            ended.close()
+    (other / "failure.txt").unlink()
     page.get_by_role("link", name="Conversations").click()
     has(page, "#count", re.compile("(16|17|2[0-9]|30) of "))  # The readable beginning.
     file.write_bytes(complete)

@@ -237,7 +237,7 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
     from rl_core.distributed import close_ranks, init_ranks
     from rl_core.learners import is_sharded
     from rl_core.run.plan.plan import make_plan
-    from rl_core.run.run_folder import locked
+    from rl_core.run.run_folder import keeping_failure, locked
     from rl_core.sampling.watchdog import run_hooks
     from rl_core.trainer import Trainer, run_to_end
 
@@ -245,7 +245,7 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
     plan = make_plan(config, modules, custom=custom)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), device_name=config.device)
     try:
-        with locked(config.folder):
+        with locked(config.folder), keeping_failure(config.folder):
             trainer = Trainer(plan, ranks)
             run_hooks(run_to_end(trainer))
     finally:

@@ -186,14 +186,26 @@ class RunFolder:
         return False
 
     @property
+    def failure(self) -> str:
+        """The first line of failure.txt; "" without one."""
+        try:
+            with open_file(self.path / "failure.txt") as raw:
+                return raw.readline(MAX_NOTE_BYTES).decode(errors="replace").strip()
+        except OSError:
+            return ""
+
+    @property
     def facts(self) -> JSONObject:
         """State, steps, times, and the curves of SUMMARY, for the list of runs."""
         began, wrote = self.changed("config.yaml"), self.changed("metrics.jsonl")
         step, curves = progress_of(self.path / "metrics.jsonl", wrote)
         is_done = step >= (self.config.get("num_steps") or 0) or step == self.last_step
         state = "done" if is_done else "ended early"
+        failure = self.failure
+        state = "failed" if failure else state
         return {
             "state": "live" if self.is_live else state,
+            "failure": failure,
             "step": step,
             "started": began,
             "duration_s": None if began is None or wrote is None else wrote - began,

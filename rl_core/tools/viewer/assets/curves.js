@@ -328,7 +328,7 @@ function showCurves() {
   $("#constant").hidden = !constant.length;
   $("#constant summary").textContent = `Constant: ${constant.map(({ title }) => title).join(", ")}`;
   $("#others").hidden = !others.length;
-  $("#nothing").hidden = panels.length > 0;
+  $("#nothing").hidden = panels.length > 0 || runs.some(endOf);
 }
 
 const sizeOf = (box) => ({ width: Math.max(200, box.clientWidth - 24), height: HEIGHT });

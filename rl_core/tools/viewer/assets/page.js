@@ -33,7 +33,7 @@ function readAddress() {
   const asked = ["talks", "tasks"].includes(view) && known.find((run) => run.name === values.get("run"));
   const names = [...chosenNames.split("|"), chosenNames && asked?.name];
   const chosen = known.filter((run) => names.includes(run.name)), newest = [...known].sort((a, b) => (b.facts.started ?? 0) - (a.facts.started ?? 0));
-  choose(chosen.length ? chosen : known.length <= MOST_SHOWN ? known : [asked || newest[0]]);
+  choose(chosen.length ? chosen : asked && known.length > MOST_SHOWN ? [asked] : newest.slice(0, MOST_SHOWN));
   fillForm(document.forms.length && $(`#${view} form`));
   show();
 }

@@ -54,7 +54,7 @@ function withoutCommon(names) { // the first words, where all names begin with t
   return (name) => name.split(/(?<=[ /])/).slice(num).join("");
 }
 
-const MOST_SHOWN = 6; // runs that are shown at first; the table of runs chooses others
+const MOST_SHOWN = 8; // runs that are shown at first; the table of runs chooses others
 const brief = withoutCommon(data.runs.map((run) => run.name));
 const runs = []; // shown: their data is read
 const known = data.runs.map((run, n) => ({
@@ -95,7 +95,7 @@ const inReport = {
 async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length, ...(run.revision < 0 && { metrics: 1 }) };
   const found = await ask(run, "new", query);
-  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes)].join();
+  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes), run.facts.state, run.facts.failure].join();
   const before = state();
   if (found.revision !== run.revision) {
     if (run.revision >= 0) setTimeout(search); // The open conversation stays until it is found again.
@@ -142,6 +142,16 @@ function showChips() {
   const line = runs.length === 1 ? factsOf(runs[0]) : "";
   if ($("#facts").textContent !== line) $("#facts").textContent = line;
   $("#facts").hidden = !line;
+  const ended = runs.map(endOf).filter(Boolean);
+  if ($("#ended").textContent !== ended.join("")) $("#ended").replaceChildren(...ended.map((text) => el("p", {}, text)));
+}
+
+// Why a run ended before its last step; "" for others.
+function endOf(run) {
+  const { state, failure, step } = run.facts, of = runs.length > 1 ? `${run.short}: ` : "", at = `at step ${short(step)}${run.config.num_steps ? ` of ${short(run.config.num_steps)}` : ""}`;
+  if (state === "failed") return `${of}The run failed ${at}: ${failure} The traceback is in ${run.name}/failure.txt.`;
+  if (state !== "ended early") return "";
+  return `${of}The run ended ${at} and recorded no error: it was stopped or killed, perhaps for want of memory. The output of its command may say more, and so may ${run.name}/engine_*.log.`;
 }
 
 const hours = (seconds) => (seconds === null || seconds === undefined ? "-" : seconds < 90 ? `${Math.round(seconds)} s`
@@ -211,6 +221,8 @@ function showRuns() {
     ...flags.map((flag) => ({ name: `--${flag}`, isLeft: true, of: (run) => asText(run.config[flag]), node: (run) => asText(run.config[flag]) })),
   ];
   const rows = known.filter((run) => `${run.name} ${flags.map((flag) => asText(run.config[flag])).join(" ")}`.toLowerCase().includes(find));
+  const first = known.length > MOST_SHOWN && !chosenNames ? "newest " : "";
+  $("#ticked").textContent = `The ${first}${runs.length} of ${known.length} runs that are ticked are shown on the other pages; tick others here.`;
   redraw($("#runs"), () => {
     const table = sortable($("#runs table"), columns, rows, at.get("sort") ?? "", (sort) => go({ sort }));
     table.fill(table.sorted);

@@ -164,6 +164,12 @@ function groupRow(e, n, all, numColumns) {
     button(group.isOneTask ? e.task : `group ${e.group}`, open, { "data-key": `group ${keyOf(e)}` }), ` ${short(group.num)} episodes${text}`)));
 }
 
+const OF_ROWS = ["sft", "dpo", "rm"]; // algorithms of runs that sample no episodes
+function withoutTalks() {
+  if (runs.every((run) => OF_ROWS.includes(run.config.algorithm))) return "No conversations: runs of --algorithm sft, dpo and rm learn from rows and play no episodes.";
+  return runs.some((run) => run.isLive) ? "No conversations yet, or the run has --rollout.save false." : "No conversations: the run ended before its first, or had --rollout.save false.";
+}
+
 function showTalks() {
   fillFilters();
   showReasons();
@@ -175,7 +181,7 @@ function showTalks() {
   if (asks !== searched && runs.every((run) => run.isComplete)) searched = asks, setTimeout(search);
   const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
   $("#count").textContent = total ? `${short(entries.length)} of ${short(total)} trajectories${mean}`
-    : "No trajectories: the run has none yet, was made with --rollout.save false, or learns from rows (sft, dpo, rm).";
+    : runs.every((run) => run.isComplete) ? withoutTalks() : "Loading the conversations ...";
   const props = (e) => ({ "data-key": keyOf(e), "aria-current": e === current && "true", onclick: (event) => event.target.tagName !== "BUTTON" && read(e, true) });
   entries.sort((a, b) => a.run.n - b.run.n || a.n - b.n);
   redraw($(".side"), () => {
@@ -186,6 +192,7 @@ function showTalks() {
     $("#list > button")?.remove();
     if (listed.length > numShown) $("#list").append(button("Show more", () => { numShown += 200; showTalks(); }));
   });
+  if (!listed.length && !current) $("#reader").replaceChildren(el("p", { class: "soft" }, total ? "No conversation is open." : $("#count").textContent));
   const asked = entryAt(at), isAddressed = ADDRESS.some((name) => at.has(name));
   if (asked && asked !== current) read(asked);
   else if (isAddressed && !asked && runs.length && runs.every((run) => run.isComplete)) note("The conversation of this address is not here.");

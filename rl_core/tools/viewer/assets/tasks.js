@@ -94,7 +94,7 @@ function showTasks() {
   const at = params(), entries = attempts(), all = tasksOf(entries), find = $("#tasks [name=find]").value.toLowerCase();
   if (!actors.length) actors = unique(runs.flatMap((run) => run.entries).map((e) => e.actor)).sort();
   const count = (state) => all.filter((task) => task.state === state).length;
-  $("#states").textContent = all.length ? `${short(all.length)} tasks: ${Object.keys(STATES).map((name) => `${short(count(name))} ${name}`).join(", ")}` : "No trajectories yet.";
+  $("#states").textContent = all.length ? `${short(all.length)} tasks: ${Object.keys(STATES).map((name) => `${short(count(name))} ${name}`).join(", ")}` : withoutTalks();
   $("#spread").replaceChildren(...[histogram("reward over steps", entries, (e) => e.reward), histogram("length over steps (tokens)", entries, (e) => e.num_tokens)].filter(Boolean));
   const shown = all.filter((task) => (!at.get("state") || task.state === at.get("state")) && `${task.env} ${task.task}`.toLowerCase().includes(find));
   const open = ({ env, task }) => { compared = []; go({ env, task }, true); };
