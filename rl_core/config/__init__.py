@@ -22,7 +22,6 @@ from rl_core.config.parse import (
     parse_config,
     read_config,
     to_yaml,
-    with_new_names,
 )
 from rl_core.config.rollout import (
     MAX_TOP_K,
@@ -62,5 +61,4 @@ __all__ = [
     "parse_config",
     "read_config",
     "to_yaml",
-    "with_new_names",
 ]

@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import os
 import re
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -120,65 +119,12 @@ def forget_replaced(layer: JSONObject, flag: str) -> None:
         layer.pop("num_epochs", None)
 
 
-# Names of flags in files of older versions -> the flags.
-RENAMED = {
-    "engine_ranks": "rollout_ranks",
-    "engine_weights": "weight_sync",
-    "log_samples": "print_samples",
-    "agents.address": "agents.public_host",
-    "algo.correction": "algo.importance_correction",
-    "algo.overlong": "algo.truncation_penalty",
-    "algo.refill_rounds": "algo.dynamic_sampling_rounds",
-    "algo.state_coef": "algo.gigpo_coef",
-    "algo.state_discount": "algo.gigpo_discount",
-    "learner.inference_tokens": "learner.logprob_microbatch_tokens",
-    "learner.minibatches": "learner.updates_per_epoch",
-    "optim.load": "optim.init_from",
-    "rollout.fixed_order": "deterministic",
-    "rollout.lagged": "rollout.stale_policy_frac",
-    "learn_every": "update_every",  # Flags of an actor.
-    "share": "lora_base",
-}
-
-
-def with_new_names(sections: JSON) -> JSON:
-    """The sections of a file, possibly of an older version, with the present names of flags."""
-    if not isinstance(sections, dict):
-        return sections
-    sections = deepcopy(sections)
-    actors = sections.get("actors")
-    for tree in (sections, *(actors.values() if isinstance(actors, dict) else ())):
-        for old, new in RENAMED.items():
-            rename(tree, old, new)
-    evaluation = sections.get("eval")
-    if isinstance(evaluation, dict):
-        evaluation.pop("background", None)  # A flag of older versions, without effect on scores.
-    rollout = sections.get("rollout")
-    if isinstance(rollout, dict):  # The older flag had both values.
-        frac = rollout.get("stale_policy_frac")
-        values = frac.strip("[]").split(",") if isinstance(frac, str) else frac
-        if isinstance(values, list) and len(values) == 2:
-            rollout["stale_policy_frac"], rollout["stale_policy_refresh"] = values
-    return sections
-
-
-def rename(tree: JSON, old: str, new: str) -> None:
-    """Moves the value of a flag in the sections of a file to the flag's present name."""
-    section, _, name = old.rpartition(".")
-    table = tree.get(section) if section and isinstance(tree, dict) else tree
-    if not (isinstance(table, dict) and name in table):
-        return
-    value = table.pop(name)
-    section, _, name = new.rpartition(".")
-    (tree.setdefault(section, {}) if section else tree)[name] = value
-
-
 def read_file(path: str) -> JSONObject:
     """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
     them."""
     try:
         text = Path(path).read_text()
-        sections = with_new_names(yaml.safe_load(text))
+        sections = yaml.safe_load(text)
         from_sections(sections)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name a YAML file of flags") from None

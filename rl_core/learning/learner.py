@@ -40,21 +40,9 @@ Named = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named, OptimConfig], Optimizer]
 
 
-# Members of extensions of earlier versions, which no learner reads, and their replacements.
-RENAMED_MEMBERS = {
-    "forward_pass": "outputs()",
-    "after_step": "copies",
-    "joined": "annotate(), which gets joined batches",
-}
-
-
 class LearnerExtension:
     """Extends a learner by an option: a reference model, a critic, an auxiliary router loss. An
     extension changes only its own state. All ranks have the same extensions."""
-
-    def __init_subclass__(cls) -> None:
-        for name in RENAMED_MEMBERS.keys() & vars(cls):
-            raise TypeError(f"{cls.__name__}.{name} is not read; give {RENAMED_MEMBERS[name]}")
 
     models: tuple[Policy, ...] = ()  # Frozen models.
     learners: tuple[Learner, ...] = ()  # Learners of further models.

@@ -56,19 +56,6 @@ COMMANDS = {
         "metrics NAME"
     ),
 }
-# Flags of older versions, and the fix.
-SERVICE = "rl-core service workers URL and rl-core service sessions URL list the same"
-BENCH = "name rows and environment; rl-core datasets humaneval prints the flags"
-TIME = "plan prints memory; the time of a step has to be measured"
-REMOVED = {
-    ("eval", "--bench"): BENCH,
-    ("eval", "--bench_data"): BENCH,
-    ("info", "--service"): SERVICE,
-    ("plan", "--gpu"): TIME,
-    ("plan", "--gpus"): TIME,
-    ("view", "--service"): SERVICE,
-    ("view", "--tui"): "rl-core show RUN prints conversations, rl-core plot RUN draws curves",
-}
 
 
 class UsageError(Exception):
@@ -113,9 +100,6 @@ def answer(command: str, rest: list[str]) -> int:
         from rl_core.errors import nearest
 
         raise UsageError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
-    for flag in (word.partition("=")[0] for word in rest):
-        if (command, flag) in REMOVED:
-            raise UsageError(f"rl-core {command} no longer has {flag}: {REMOVED[command, flag]}")
     return import_module(f"rl_core.tools.{command}").main(rest)
 
 

@@ -188,7 +188,7 @@ def described(row: JSONObject) -> str:
     lines = [coloured(f"{head}  {state}", "failed" if row["status"] == "failed" else "reward")]
     if row["error"]:
         lines += wrapped(printable(f"reason: {row['error']}"))
-    columns = row.get("columns", {})  # Absent in runs of older versions.
+    columns = row["columns"]
     if columns:
         lines += [coloured("[row]", "row")]
         lines += [line for name, text in columns.items() for line in wrapped(f"{name}: {text}")]

@@ -189,37 +189,3 @@ def test_a_model_that_is_named_anew_replaces_that_of_a_file(tmp_path):
     for flag in ("--model", "--actors.policy.model"):
         config = parse_config(["--config", str(tmp_path / "run.yaml"), flag, "b"])
         assert config.actors["policy"].model == "b"
-
-
-def test_a_file_of_an_older_version_gives_the_renamed_flags(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        "{model: m, env_path: e.py, out: o, engine_ranks: 1, log_samples: 2, engine_weights: files,"
-        " actors: {bob: {model: b, learn_every: 2, algo: {correction: mask}},"
-        " alice: {share: bob}}, agents: {address: h}, optim: {load: r},"
-        " rollout: {fixed_order: true, lagged: [0.25, 5]},"
-        " algo: {overlong: mask, refill_rounds: 3, state_coef: 0.5, state_discount: 0.9},"
-        " learner: {inference_tokens: auto, minibatches: 4}, eval: {background: cpu, samples: 2}}"
-    )
-    new = {
-        "rollout_ranks": 1,
-        "print_samples": 2,
-        "weight_sync": "files",
-        "actors.bob.update_every": 2,
-        "actors.bob.algo.importance_correction": "mask",
-        "actors.alice.lora_base": "bob",
-        "agents.public_host": "h",
-        "optim.init_from": "r",
-        "deterministic": True,
-        "rollout.stale_policy_frac": 0.25,
-        "rollout.stale_policy_refresh": 5,
-        "algo.truncation_penalty": "mask",
-        "algo.dynamic_sampling_rounds": 3,
-        "algo.gigpo_coef": 0.5,
-        "algo.gigpo_discount": 0.9,
-        "learner.logprob_microbatch_tokens": "auto",
-        "learner.updates_per_epoch": 4,
-        "eval.samples": 2,
-    }
-    config = flat(yaml.safe_load(to_yaml(read_config(["--config", str(file)]))))
-    assert {name: config[name] for name in new} == new

@@ -12,8 +12,8 @@ from rl_core.config import known_flags, parse_config, to_yaml
 from rl_core.config.flag_parsing import peers
 
 DOCS = Path(__file__).parents[2] / "docs"
-# Older names of our flags, and other spellings of names.
-OLDER = """
+# Spellings of names in other trainers.
+SPELLINGS = """
 lr --optim.lr
 per-device-train-batch-size --learner.microbatch_tokens (tokens of one forward and backward
 train_batch_size --tasks_per_step (tasks (sft, dpo, rm: rows) of one step)
@@ -23,22 +23,6 @@ save_steps --save_every (checkpoint every N steps
 optim.learning_rate --optim.lr
 optimizer.lr --optim.lr
 num_generations --group_size
-rollout.lagged --rollout.stale_policy_frac
-rollout.fixed_order --deterministic
-algo.state_coef --algo.gigpo_coef
-algo.state_discount --algo.gigpo_discount
-algo.refill_rounds --algo.dynamic_sampling_rounds
-algo.correction --algo.importance_correction
-algo.overlong --algo.truncation_penalty
-engine_ranks --rollout_ranks
-engine_weights --weight_sync
-learner.inference_tokens --learner.logprob_microbatch_tokens
-learner.minibatches --learner.updates_per_epoch
-log_samples --print_samples
-agents.address --agents.public_host
-optim.load --optim.init_from
-actors.policy.share --actors.policy.lora_base
-actors.policy.learn_every --actors.policy.update_every
 steps --num_steps
 batch_size --tasks_per_step
 bf16 --learner.dtype=bfloat16
@@ -180,9 +164,9 @@ def test_a_flag_of_another_trainer_gets_the_answer_of_its_page(name, flags):
 
 @pytest.mark.parametrize(
     "name, answer",
-    [tuple(line.split(" ", 1)) for line in (OLDER + SENTENCES).strip().splitlines() if line],
+    [tuple(line.split(" ", 1)) for line in (SPELLINGS + SENTENCES).strip().splitlines() if line],
 )
-def test_an_older_name_and_one_without_a_flag_get_their_answer(name, answer):
+def test_another_spelling_and_a_name_without_a_flag_get_their_answer(name, answer):
     result = answer_to(name)
     if answer.startswith("--"):
         assert re.match(re.escape(f"rl_core calls it {answer}") + r"(?![\w.])", result), result

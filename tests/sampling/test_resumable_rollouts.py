@@ -18,6 +18,7 @@ from test_runs import assert_same_weights, lasting
 
 from rl_core.config import RolloutConfig
 from rl_core.data.task_rows import make_task
+from rl_core.run.saving.checkpoint import facts_of
 from rl_core.run.saving.run_files import jsonable
 from rl_core.sampling.resumable_rollouts import (
     EpisodeRecord,
@@ -118,9 +119,8 @@ def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flag
         json.loads((checkpoint / f"{name}.json").read_text()) for name in ("manifest", "state")
     )
     del manifest["files"][file.name]
-    text = json.dumps(state)
-    manifest["files"]["state.json"] = {"bytes": len(text)}
-    (checkpoint / "state.json").write_text(text)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest["files"]["state.json"] = facts_of(checkpoint / "state.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     run(out, flags, "--resume")
     tasks = [

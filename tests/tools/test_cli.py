@@ -149,11 +149,6 @@ def test_the_version_is_printed(capsys):
         (1, ["check", str(ROOT / "tests/cases/calls.jsonl")], "calls.jsonl holds rows and is not"),
         (1, ["eval", "m"], "error: episodes need an environment; name its file by --env_path"),
         (2, ["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
-        (2, ["eval", "m", "--bench", "gsm8k"], "rl-core datasets humaneval prints the flags"),
-        (2, ["info", "--service=grpc://h:1"], "no longer has --service: rl-core service workers"),
-        (2, ["plan", "--model", "m", "--gpus", "8"], "no longer has --gpus: plan prints memory"),
-        (2, ["view", "--service", "grpc://h:1"], "no longer has --service: rl-core service"),
-        (1, ["train", "--eval.background", "cpu"], "unknown flag --eval.background; evaluations"),
         (
             1,
             ["train", "--nproc_per_node", "0", "--model", "m", "--env_path", "x.py", "--out", "x"],

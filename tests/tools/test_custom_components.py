@@ -172,10 +172,6 @@ class Misspelt(Whole):
     async def slep(self): ...
 
 
-class Older(Whole):
-    serves_lora = frozenset()
-
-
 class Picky(Whole):
     @staticmethod
     def check(config, name, is_planned):
@@ -195,7 +191,6 @@ class NoSpec(Whole):
         (FewArguments, {}, r"FewArguments.generate\(\): got an unexpected keyword.*'adapter'"),
         (Synchronous, {}, r"Synchronous.update\(\) must be async def"),
         (Misspelt, {}, r"Misspelt.slep\(\) is no method of Engine; did you mean 'sleep'"),
-        (Older, {}, "engine=Older.serves_lora is not read; give lora_layers"),
         (NoSpec, {}, r"NoSpec\(\) is made with EngineSpec alone"),
         (Whole, {"engine": "embedded"}, "the configuration names an engine, too"),
         (Whole, {"rollout_ranks": 1}, "cannot be on other ranks; leave out rollout_ranks"),

@@ -57,7 +57,7 @@ def checkpoint_at(path: Path, actor: str) -> Path:
         raise ValueError(
             f"--optim.init_from: {folder} has no actor {actor!r}; it has {', '.join(saved)}"
         )
-    if not saved[actor]["steps"] or not saved[actor].get("is_saved", True):
+    if not saved[actor]["steps"] or not saved[actor]["is_saved"]:
         raise ValueError(
             f"--optim.init_from: {folder} has no optimizer state of {actor}; name a run that "
             "made an "

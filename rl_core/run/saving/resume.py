@@ -52,8 +52,7 @@ def find_damage(folder: Path, ranks: Ranks) -> str:
         read_object(folder / "state.json")
         files = read_object(manifest)["files"]
         for name in sorted(files)[ranks.rank :: ranks.size]:
-            # Manifests of older versions have only sizes.
-            if not files[name].items() <= facts_of(folder / name).items():
+            if files[name] != facts_of(folder / name):
                 damage = (
                     f"{folder / name} is damaged: its size or checksum is not that of {manifest}"
                 )
@@ -93,12 +92,12 @@ def load_learner(
     name: str,
     steps: int,
     ranks: int,
-    is_saved: bool = True,
-    state: dict[str, float] | None = None,
+    state: dict[str, float],
+    is_saved: bool,
     fewer_steps: dict[str, int] | None = None,
 ) -> None:
     """Restores one learner. `is_saved`: the checkpoint has the optimizer's state. `state`: state of
-    the learner class; None in checkpoints of older versions. `fewer_steps`: of make_state()."""
+    the learner class. `fewer_steps`: of make_state()."""
     if is_saved and steps:
         check_optimizer(folder, learner, name, ranks)
         make_state(learner, steps, fewer_steps)
@@ -112,7 +111,7 @@ def load_learner(
     check_frozen(folder, wanted)
     fill(folder, wanted)
     learner.num_updates = steps
-    learner.load_state(state or {})
+    learner.load_state(state)
 
 
 def check_optimizer(folder: Path, learner: Learner, name: str, ranks: int) -> None:

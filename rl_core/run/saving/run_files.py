@@ -23,7 +23,6 @@ from rl_core.config import (
     flat,
     from_sections,
     to_yaml,
-    with_new_names,
 )
 from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, fingerprint
@@ -219,7 +218,7 @@ def keep_first(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
 def read_config(path: Path) -> JSONObject:
     """The flags of a run's config.yaml. Raises ValueError if it holds none."""
     try:
-        flags = with_new_names(yaml.safe_load(path.read_bytes()))
+        flags = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, UnicodeDecodeError):
         flags = None
     if not isinstance(flags, dict):

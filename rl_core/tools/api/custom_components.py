@@ -142,9 +142,6 @@ def check_engine(engine: object, config: Config) -> None:
     for is_broken, why in OF_ENGINE:
         if is_broken(engine, config):
             raise ValueError(f"engine={engine.__name__}: {why}")
-    for name, replacement in RENAMED_ATTRIBUTES.items():
-        if hasattr(engine, name):
-            raise ValueError(f"engine={engine.__name__}.{name} is not read; give {replacement}")
     known = [name for name in dir(Engine) if not name.startswith("_")]
     refuse_misspelt(engine, known, {}, "method of Engine")
     check_arguments(engine, Engine, [name for name in known if callable(getattr(Engine, name))])
@@ -181,14 +178,6 @@ OF_ENGINE = (
         "resume(), or leave max_staleness out",
     ),
 )
-# Class attributes of engines of earlier versions.
-RENAMED_ATTRIBUTES = {
-    "shares_weights": "weight_owner = WeightOwner.LEARNER",
-    "wants_shapes": "weight_owner = WeightOwner.SERVER",
-    "is_elsewhere": "weight_owner = WeightOwner.SERVER",
-    "serves_lora": "lora_layers",
-    "weights_way": "weight_transfer",
-}
 # Names of these hooks in callbacks of other trainers.
 ALIKE = {
     "on_step": "after_step",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeGuard
 import yaml
 import zstandard
 
-from rl_core.config import flat, with_new_names
+from rl_core.config import flat
 from rl_core.data.rows import END
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class RunFolder:
             return {}
         try:
             with open_file(file) as raw:
-                return flat(with_new_names(yaml.load(raw, Loader=LOADER) or {}))
+                return flat(yaml.load(raw, Loader=LOADER) or {})
         except (OSError, yaml.YAMLError, *UNREADABLE) as error:
             self.skip(file, error)
             return {}
