@@ -8,8 +8,8 @@ a trainer.
 The tasks are those of bench_cpu.py: 16 prompts with 8 completions each, of forced lengths.
 `model.generate` keeps all completions in one batch until the longest has ended. The engine starts
 each step without a cache, as after an update, returns logprobs and decodes texts. Both take turns
-in one process with one torch thread; figures are medians of CPU time. The floor is that of
-bench_floor.py. On a GPU `eager`, the engine without CUDA graphs, replaces the floor.
+in one process with one torch thread; figures are medians of CPU time. On a GPU `eager` is the
+engine without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 
 import bench_work
 import torch
-from bench_floor import decode_floor, shape_of, step_tokens
 from bench_logprobs import clock_s
 from bench_work import WORKS, Work, completion_length, make_model
 from script_tools import Table, make_parser
@@ -100,7 +99,6 @@ def measured(work: Work, device: torch.device) -> dict[str, str | float]:
         make_model(work, folder)
         tokenizer = load_pretrained(AutoTokenizer, folder)
         model = load_pretrained(AutoModelForCausalLM, folder).eval()
-        shape, tokens = shape_of(folder), step_tokens(work, folder)
     sides = {"engine": make_sampler}
     if device.type == "cuda":
         model.to(device, torch.bfloat16)
@@ -125,8 +123,6 @@ def measured(work: Work, device: torch.device) -> dict[str, str | float]:
             call(ids, lengths)
             times[name].append((clock_s(device.type) - begin) / sum(lengths))
     seconds = {name: statistics.median(of_steps[WARMUP:]) for name, of_steps in times.items()}
-    if device.type == "cpu":
-        seconds["floor"] = sum(decode_floor(shape, tokens).values()) / tokens.trained
     line = {"work": work.name, "size": f"{work.hidden}x{work.layers}"}
     line |= {name: 1 / per_token_s for name, per_token_s in seconds.items()}
     return line | {"ratio": seconds["generate"] / seconds["engine"]}
@@ -149,10 +145,8 @@ def main() -> None:
     torch.set_num_threads(1)
     is_gpu = args.device.type == "cuda"
     print(f"tokens per {'second' if is_gpu else 'CPU second'}; ratio: engine to model.generate")
-    last = "eager" if is_gpu else "floor"
-    table = Table(
-        work="<11", size="<7", engine=">8.0f", generate=">8.0f", **{last: ">8.0f"}, ratio=">6.2f"
-    )
+    columns = dict.fromkeys(["engine", "generate", *["eager"] * is_gpu], ">8.0f")
+    table = Table(work="<11", size="<7", **columns, ratio=">6.2f")
     for name in args.only:
         for size in args.sizes:
             hidden, layers = map(int, size.split("x"))

@@ -7,12 +7,9 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import bench_work
-import torch
 from bench_work import Measured, Work, completion_length
 
 from rl_core.config import parse_config
@@ -26,10 +23,6 @@ from bench_work import reward_of
 def reward_fn(messages):
     return reward_of(messages[-1]["content"])
 """
-TOOL = """
-def interact(messages):
-    return [{{"role": "tool", "content": {content!r}}}]
-"""
 
 
 class Meter:
@@ -42,28 +35,14 @@ class Meter:
         run.log = self
         [learner] = run.learners.values()
         self.shard, learner.shard = learner.shard, self.count_tokens
-        for model in learner.models():
-            model.forward = self.timed(model.forward)
-        learner.optimizer.step = self.timed(learner.optimizer.step)
-        torch.Tensor.backward = self.timed(torch.Tensor.backward)
         for engine in run.device.engines:
             self.generate = engine.generate
             engine.generate = self.generate_at_length
         self.measured = Measured()
         self.measured.begin_step()
 
-    def timed(self, call: Callable) -> Callable:
-        def call_timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
-            result = call(*args, **kwargs)
-            self.measured.inside_cpu_s[-1] += time.process_time() - begin
-            return result
-
-        return call_timed
-
     async def generate_at_length(self, prompt_ids, params, **kwargs):
-        num_calls = bench_work.NUM_SAMPLES * self.work.turns
-        step, index = divmod(self.calls, num_calls)
+        step, index = divmod(self.calls, bench_work.NUM_SAMPLES)
         self.calls += 1
         if index == 0:
             self.began = time.process_time()
@@ -73,7 +52,7 @@ class Meter:
         assert len(completion.token_ids) == length
         self.measured.generated_tokens[-1] += length
         self.answers += 1
-        if self.answers % num_calls == 0:
+        if self.answers % bench_work.NUM_SAMPLES == 0:
             self.measured.generate_cpu_s[-1] += time.process_time() - self.began
         return dataclasses.replace(completion, finish_reason="stop")
 
@@ -108,24 +87,19 @@ def run_ours(work: Work, setting: dict, model: str) -> Measured:
 
 def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     is_rl = work.algorithm == "grpo"
-    per_step = work.num_prompts if is_rl else bench_work.NUM_ROWS
+    per_step = bench_work.NUM_PROMPTS if is_rl else bench_work.NUM_ROWS
     if is_rl:
         rows = [
             {"messages": [bench_work.says("user", prompt)]}
             for prompt in bench_work.rl_prompts(work)
         ]
-    elif work.algorithm in ("dpo", "rm"):
-        names = "prompt", "chosen", "rejected"
-        rows = [dict(zip(names, pair, strict=True)) for pair in bench_work.pairs(work)]
-        per_step = bench_work.NUM_ROWS // 2
     else:
         rows = [
             {"messages": [bench_work.says("user", p), bench_work.says("assistant", r)]}
             for p, r in bench_work.sft_rows(work)
         ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tool = TOOL.format(content="x" * work.tool_letters) if work.tool_letters else ""
-    (folder / "env.py").write_text(ENVIRONMENT + tool)
+    (folder / "env.py").write_text(ENVIRONMENT)
     values = {
         "algorithm": work.algorithm,
         "model": model,
@@ -142,6 +116,5 @@ def flags(work: Work, setting: dict, model: str, folder: Path) -> list[str]:
     }
     if is_rl:
         values |= {"env_path": folder / "env.py", "group_size": bench_work.GROUP_SIZE}
-        values |= {"max_turns": work.turns}
         values |= {"canary_tolerance": 0}  # The canary would sample before the first step.
     return [f"--{name}={value}" for name, value in (values | setting).items()]

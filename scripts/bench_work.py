@@ -11,7 +11,7 @@ from rl_core.types import counter_seed
 
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 NUM_SAMPLES = NUM_PROMPTS * GROUP_SIZE  # Samples of a GRPO step.
-NUM_ROWS = 64  # Rows of an SFT step; replies of a step with pairs.
+NUM_ROWS = 64  # Rows of an SFT step.
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789"
 LEARNING_RATE = 1e-4
 
@@ -21,19 +21,16 @@ class Work:
     """A task of both sides. Lengths are in tokens."""
 
     name: str
-    algorithm: str  # "grpo", "sft", "dpo" or "rm"
+    algorithm: str  # "grpo" or "sft"
     prompt: int = 0  # Letters of a prompt (sft: their mean); the chat template adds three tokens.
     mean: int = 0  # Mean length of a completion, including the end token.
     longest: int  # Length limit; mean == longest gives all completions one length.
-    turns: int = 1  # Completions of an episode.
-    tool_letters: int = 0  # Letters of the tool message between two turns.
     hidden: int = 128
     layers: int = 3
     heads: int = 4
     steps: int = 8  # Measured steps.
     warmup: int = 2  # Steps before the measured ones.
     seed: int = 0
-    num_prompts: int = NUM_PROMPTS  # Prompts of a GRPO step.
 
     @property
     def all_steps(self) -> int:
@@ -50,23 +47,6 @@ WORKS = {
         Work(name="grpo_short", algorithm="grpo", prompt=5, mean=6, longest=6, steps=20),
         Work(name="grpo_ragged", algorithm="grpo", prompt=37, mean=24, longest=96),
         Work(name="sft_ragged", algorithm="sft", prompt=32, mean=64, longest=256, steps=12),
-    )
-}
-# More work for bench_floor.py, by rl_core alone.
-OWN_WORKS = {
-    work.name: work
-    for work in (
-        Work(
-            name="grpo_tools",
-            algorithm="grpo",
-            prompt=37,
-            mean=24,
-            longest=96,
-            turns=2,
-            tool_letters=16,
-        ),
-        Work(name="dpo_ragged", algorithm="dpo", prompt=32, mean=64, longest=256, steps=12),
-        Work(name="rm_ragged", algorithm="rm", prompt=32, mean=64, longest=256, steps=12),
     )
 }
 PACKED = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
@@ -87,7 +67,7 @@ TRL_SETTINGS = {
 }
 OUR_SETTINGS = {
     algorithm: {f"{n} tokens a microbatch": {"learner.microbatch_tokens": n} for n in (1024, 2048)}
-    for algorithm in ("grpo", "sft", "dpo", "rm")
+    for algorithm in ("grpo", "sft")
 }
 
 
@@ -105,7 +85,7 @@ def completion_length(work: Work, step: int, index: int) -> int:
 
 
 def rl_prompts(work: Work) -> list[str]:
-    num = work.all_steps * work.num_prompts
+    num = work.all_steps * NUM_PROMPTS
     return [letters(work, work.prompt, "prompt", i) for i in range(num)]
 
 
@@ -117,12 +97,6 @@ def sft_rows(work: Work) -> list[tuple[str, str]]:
         prompt = letters(work, size, "prompt", i)
         rows.append((prompt, letters(work, completion_length(work, 0, i) - 1, "response", i)))
     return rows
-
-
-def pairs(work: Work) -> list[tuple[str, str, str]]:
-    """(prompt, chosen, rejected) of all steps."""
-    rows = sft_rows(work)
-    return [(*rows[i], rows[i + 1][1]) for i in range(0, len(rows), 2)]
 
 
 def says(role: str, content: str) -> dict:
@@ -141,8 +115,6 @@ class Measured:
 
     cpu_s: list[float] = field(default_factory=list)
     generate_cpu_s: list[float] = field(default_factory=list)
-    # CPU seconds of forwards, backwards and the optimizer; 0: not measured.
-    inside_cpu_s: list[float] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
     # Tokens in the training forwards, including prompts.
     learned_tokens: list[int] = field(default_factory=list)
@@ -156,7 +128,6 @@ class Measured:
             self.start_mib = peak_mib()
         for values in (
             self.generate_cpu_s,
-            self.inside_cpu_s,
             self.generated_tokens,
             self.learned_tokens,
             self.computed_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -153,44 +152,6 @@ def test_a_decode_step_of_a_gpu_reaches_its_goal_by_count(tmp_path, monkeypatch)
     modules, fused = json.loads(out.read_text())
     assert fused["launches"] < 450 < 1000 < modules["launches"]
     assert fused["floor_ms"] < fused["graph_ms"] < 2.5 < modules["graph_ms"]
-
-
-def test_the_floor_counts_pairs_of_a_causal_mask_and_a_prompt_once_a_group():
-    from bench_floor import StepTokens
-
-    # By hand: two groups of two that follow prompts of 3 and 2 tokens.
-    step = StepTokens(prompts=[3, 2], lengths=[1, 2, 4, 1], group_size=2, trained=8)
-    assert step.learned == 13
-    assert step.pairs == 6 + 3 + (3 + 1) + (6 + 3) + (8 + 10) + (2 + 1)
-    assert step.sample_tokens == (3 + 2) + (3 + 3) + (2 + 5) + (2 + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo_tools", "dpo_ragged", "rm_ragged"])
-def test_the_floor_is_of_the_tokens_that_a_step_learns_from(tmp_path, name):
-    from bench_cpu import run_apart
-    from bench_floor import step_tokens
-    from bench_work import OUR_SETTINGS, OWN_WORKS, make_model
-
-    work = dataclasses.replace(OWN_WORKS[name], hidden=32, layers=1, steps=1, warmup=0)
-    make_model(work, str(tmp_path))
-    step = step_tokens(work, str(tmp_path))
-    result = run_apart(work, "rl_core", next(iter(OUR_SETTINGS[work.algorithm])), str(tmp_path))
-    assert result.learned_tokens[0] == pytest.approx(step.sample_tokens, rel=1e-3)
-    # Trees share a prompt, or part of one, where that saves enough.
-    assert result.computed_tokens[0] == pytest.approx(step.learned, rel=0.05)
-
-
-@pytest.mark.slow
-def test_bench_tree_has_one_loss_for_trees_of_fewer_tokens(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "result.json"
-    assert run_script(monkeypatch, "bench_tree", "--quick", "--out", out) == 0
-    lines = {line["work"]: line for line in json.loads(out.read_text())}
-    # By hand: a trunk of 20 + 20 + 2 * (10 + 21) tokens and 8 ends of 13, of which the last token is not read.
-    assert lines["branches"]["tree"]["tokens"] == 4 * (102 + 8 * 12)
-    assert lines["branches"]["fewer_tokens"] > 3 < len(capsys.readouterr().out.splitlines())
-    for line in lines.values():
-        assert line["tree"]["loss"] == pytest.approx(line["unrolled"]["loss"], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
