@@ -74,7 +74,6 @@ actor_rollout_ref.model.use_remove_padding packing is always on
 actor_rollout_ref.rollout.enable_prefix_caching prefixes are always shared
 reward_weights rewards are weighed in the environment
 trainer.val_only rl-core eval RUN evaluates alone
-eval.background evaluations are part of the run; rl-core eval RUN evaluates in another
 precompute_ref_log_probs rl_core has no counterpart
 algo.kl.horizon rl_core has no counterpart
 actor.tf_config.pipeline_model_parallel_size rl_core has no pipeline

@@ -4,7 +4,6 @@ torch's."""
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,20 +83,15 @@ def sgd_of(parameters):
 @pytest.mark.parametrize(
     "parts, output",
     [
-        ({"loss": lambda logprob: logprob}, "names 'logprob'.*did you mean 'logprobs'"),
+        ({"loss": lambda logprob: logprob}, "function of logprobs,.*missing .* 'logprob'"),
         ({"loss": 3}, "must be a function of logprobs"),
         ({"loss": lambda ref_logprobs: ref_logprobs}, "there is no reference model"),
         ({"loss": lambda logprobs: logprobs.mean()}, "neither mean nor sum"),
-        ({"optimizer": lambda named: named}, "must be a class of torch.optim, or a function"),
-        ({"optimizer": "adam"}, "must be a class of torch.optim"),
-        ({"optimizer": lambda named, optim: 3}, "must return a torch.optim.Optimizer"),
+        ({"optimizer": lambda named: named}, "must be a function of .named_parameters"),
         ({"loss": ppo_clip, "nproc": 2}, "optimizer and engine are of this process"),
         ({"loss": lambda advantages: advantages * 0}, "losses without a gradient"),
-        ({"optimizer": dict}, "optimizer=dict: no signature.*must be a class of torch.optim"),
-        ({"optimizer": sgd_of([torch.zeros(1)])}, "is an object of SGD: it must be a class"),
-        ({"optimizer": lambda named, optim: sgd_of(p for _, p in named)}, "without names"),
-        ({"optimizer": lambda named, optim: sgd_of([("a", named[0][1])])}, "a parameter 'a'"),
-        ({"plugins": Config}, "plugins=Config must be a list of plugins"),
+        ({"optimizer": dict}, "a class of torch.optim: no signature"),
+        ({"optimizer": lambda named, optim: sgd_of(p for _, p in named)}, "parameter ''"),
     ],
 )
 def test_what_does_not_fit_is_refused(weights_of, parts, output):
@@ -160,38 +154,17 @@ class NoUpdate(Engine):
     async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None): ...
 
 
-class FewArguments(Whole):
-    async def generate(self, prompt_ids, params, *, seed, session=""): ...
-
-
-class Synchronous(Whole):
-    def update(self, weights, version, *, adapter=""): ...
-
-
-class Misspelt(Whole):
-    async def slep(self): ...
-
-
 class Picky(Whole):
     @staticmethod
     def check(config, name, is_planned):
         raise ValueError(f"nothing for {name}")
 
 
-class NoSpec(Whole):
-    def __init__(self): ...
-
-
 @pytest.mark.parametrize(
     "engine, flags, output",
     [
-        (3, {}, "engine=3 must be a class of rl_core.sampling.engine.Engine"),
-        (SimpleNamespace, {}, "engine=SimpleNamespace must be a class of"),
+        (3, {}, "engine=3 must be a subclass of rl_core.sampling.engine.Engine"),
         (NoUpdate, {}, "NoUpdate: it must override update"),
-        (FewArguments, {}, r"FewArguments.generate\(\): got an unexpected keyword.*'adapter'"),
-        (Synchronous, {}, r"Synchronous.update\(\) must be async def"),
-        (Misspelt, {}, r"Misspelt.slep\(\) is no method of Engine; did you mean 'sleep'"),
-        (NoSpec, {}, r"NoSpec\(\) is made with EngineSpec alone"),
         (Whole, {"engine": "embedded"}, "the configuration names an engine, too"),
         (Whole, {"rollout_ranks": 1}, "cannot be on other ranks; leave out rollout_ranks"),
         (Whole, {"max_staleness": 1}, r"override pause\(\) and resume"),
@@ -239,20 +212,12 @@ class AsClass(Plugin, AsObject):
     after_rollout = AsObject.after_rollout
 
 
-class NoList:
-    def refill(self, groups): ...
-
-
 @pytest.mark.parametrize(
     "plugin, output",
     [
         (AsObject(), r"AsObject.after_rollout\(\) of plugins raised KeyError: 'on purpose'"),
         (AsClass, r"AsClass.after_rollout\(\) of plugins raised KeyError: 'on purpose'"),
         (lambda trainer: AsClass(trainer), r"AsClass.after_rollout\(\) of plugins raised KeyError"),
-        (
-            NoList(),
-            r"NoList.refill\(\) of plugins raised TypeError: it gave None instead of a list",
-        ),
     ],
 )
 def test_a_hook_that_fails_is_told_by_name(weights_of, plugin, output):
@@ -270,16 +235,11 @@ def nothing(self): ...
 @pytest.mark.parametrize(
     "plugin, output",
     [
-        (with_methods(after_steps=nothing)(), "after_steps.* is no hook.*mean 'after_step'"),
-        (with_methods(Plugin, on_setp=nothing), "on_setp.* is no hook.*mean 'after_step'"),
-        (with_methods(on_train_begin=nothing)(), "mean 'start'"),
+        (with_methods(after_steps=nothing)(), "after_steps.* is no hook"),
+        (with_methods(Plugin, on_setp=nothing), "on_setp.* is no hook"),
         (with_methods(after_backward=nothing, close=nothing)(), "after_backward.* is no hook"),
-        (with_methods(help=nothing)(), "plugins has Mine, which has none of the hooks: load, st"),
-        (with_methods(Plugin), "plugins has Mine, which has none of the hooks"),
-        (with_methods(after_step=nothing)(), r"Mine.after_step.*called with \(step, metrics\)"),
-        (with_methods(Plugin, start=nothing)(None), r"give the class: plugins=\[Mine\]"),
-        (with_methods(start=nothing), r"made with trainer alone.*give an object: \[Mine\(\)\]"),
-        (lambda trainer: None, "plugins has None, which has none"),
+        (with_methods(help=nothing)(), "plugins has <.*Mine.*>, which has no hook: load, st"),
+        (lambda trainer: None, "plugins has None, which has no hook"),
     ],
 )
 def test_a_plugin_that_would_never_be_called_is_refused(weights_of, plugin, output):

@@ -151,11 +151,10 @@ def train(
             )
         run_ranks(config, environments, nproc)
         return read_result(config)
-    from rl_core.tools.api.custom_components import custom_components, own_plugins
+    from rl_core.tools.api.custom_components import custom_components
 
     stop = threading.Event()
-    made = own_plugins(plugins)
-    made.append(step_callback(on_step, stop))
+    made = [*plugins, step_callback(on_step, stop)]
     custom = custom_components(config, loss, optimizer, engine, made)
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
