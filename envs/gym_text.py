@@ -25,7 +25,8 @@ import os
 import re
 import zlib
 
-from rl_core.sampling.gym_spaces import action_of, actions_of, shown_grid, words_of
+from programs.gym_spaces import action_of, actions_of, shown_grid, words_of
+
 from rl_core.sampling.hooks import DeadlineError, LoopClock
 
 try:

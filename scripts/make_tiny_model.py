@@ -16,16 +16,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from script_tools import make_parser
+from tiny_vision_model import VISION_MODELS, make_vision_model
 
-from rl_core.tools.tiny_model import (
-    ARCHITECTURES,
-    CHARACTERS,
-    SPECIALS,
-    make_tiny_model,
-    with_chat_template,
-)
+from rl_core.tools import tiny_model
+from rl_core.tools.tiny_model import ARCHITECTURES, CHARACTERS, SPECIALS, with_chat_template
 
 __all__ = ["CHARACTERS", "make_tiny_model"]
+
+
+def make_tiny_model(out: str | Path, *sizes, arch: str = "qwen3", tokenizer=None, **more) -> None:
+    """As tiny_model.make_tiny_model, also with the architectures of VISION_MODELS."""
+    make = make_vision_model if arch in VISION_MODELS else tiny_model.make_tiny_model
+    make(out, *sizes, arch=arch, tokenizer=tokenizer, **more)
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int = 4096):
@@ -66,7 +68,7 @@ def main() -> None:
         "--heads", type=int, default=4, help="query heads; half as many key and value heads"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights")
-    parser.add_argument("--arch", default="qwen3", choices=ARCHITECTURES)
+    parser.add_argument("--arch", default="qwen3", choices=[*ARCHITECTURES, *VISION_MODELS])
     parser.add_argument(
         "--bpe_text", nargs="+", help="train a BPE tokenizer on these .txt, .jsonl or .gz files"
     )
@@ -81,9 +83,8 @@ def main() -> None:
             (text for path in args.bpe_text for text in read_texts(path)), args.vocab_size
         )
     try:
-        make_tiny_model(
-            args.out, args.hidden, args.layers, args.heads, args.seed, args.arch, tokenizer
-        )
+        sizes = args.hidden, args.layers, args.heads, args.seed
+        make_tiny_model(args.out, *sizes, arch=args.arch, tokenizer=tokenizer)
     except ValueError as error:
         parser.error(str(error))
     print(f"wrote {args.out}")

@@ -147,7 +147,9 @@ def make_model(made_once):
         arch: str = "qwen3", hidden: int = 64, layers: int = 2, heads: int = 4, seed: int = 0
     ) -> Path:
         name = f"{arch}_{hidden}x{layers}_{heads}_{seed}"
-        return made_once(name, lambda out: make_tiny_model(out, hidden, layers, heads, seed, arch))
+        return made_once(
+            name, lambda out: make_tiny_model(out, hidden, layers, heads, seed, arch=arch)
+        )
 
     return make
 

@@ -3,14 +3,14 @@ and tests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rl_core.tools.tiny_vision_model import (
-    VISION_MODELS,
-    VISION_TOKENS,
-    vision_config,
-    write_preprocessor,
-)
+from rl_core.types import JSONObject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ROLES = ("system", "user", "assistant", "tool")
 PAD, END, UNKNOWN, BEGIN = "<|pad|>", "<|end|>", "<|unk|>", "<|begin|>"
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 
-ARCHITECTURES = ("qwen3", "llama", "qwen2", *VISION_MODELS)
+ARCHITECTURES = ("qwen3", "llama", "qwen2")
 
 
 def character_tokenizer(more: tuple[str, ...] = (), chat_template: str = CHAT_TEMPLATE):
@@ -65,9 +65,10 @@ def make_tiny_model(
     seed: int = 0,
     arch: str = "qwen3",
     tokenizer=None,
+    make_config: Callable[[str, JSONObject], PretrainedConfig] | None = None,
 ) -> None:
     """Writes config, fp32 weights drawn from seed, and the tokenizer (by default of characters)
-    into out."""
+    into out. `make_config`: (arch, sizes) -> config, instead of transformers' own."""
     import torch
     from transformers import AutoConfig, GenerationConfig
 
@@ -79,13 +80,7 @@ def make_tiny_model(
         raise ValueError(
             f"hidden={hidden} must be an even multiple of heads={heads}; try {nearest}"
         )
-    sees = arch in VISION_MODELS
-    if tokenizer is None:
-        more, template = (), CHAT_TEMPLATE
-        if sees:
-            more = (*VISION_TOKENS, *VISION_MODELS[arch].tokens)
-            template = VISION_MODELS[arch].template
-        tokenizer = character_tokenizer(more, template)
+    tokenizer = tokenizer or character_tokenizer()
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {
         "vocab_size": len(tokenizer),
@@ -103,19 +98,14 @@ def make_tiny_model(
         "dtype": "float32",
         **ends,
     }
-    if sees:
-        config = vision_config(arch, sizes, tokenizer)
-    else:
-        config = AutoConfig.for_model(arch, **sizes)
+    config = make_config(arch, sizes) if make_config else AutoConfig.for_model(arch, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = from_config(model_class(config), config)
-        for value in model.parameters() if sees else ():
+        for value in model.parameters():
             if not value.any() and value.ndim == 2:  # Gemma 3's projector would be blind.
                 value.data.normal_(std=sizes["initializer_range"])
     model.generation_config = GenerationConfig(**ends, do_sample=True)
     save_as_published(model)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    if sees:
-        write_preprocessor(Path(out), arch)

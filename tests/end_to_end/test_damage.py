@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from test_nonfinite import rm_flags, step_with
 from test_runs import RL, assert_same_weights, lasting
 from test_saving import flags_of  # noqa: F401
+from tiny_vision_model import VISION_MODELS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.checkpoint import checkpoints_in, export_policy, save_checkpoint, set_dtype
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
-from rl_core.tools.tiny_vision_model import VISION_MODELS
 from rl_core.train import main
 from rl_core.types import RunError
 

@@ -31,12 +31,12 @@ import stage
 from aiohttp import web
 from kit import ROOT, STOP, metrics, run, wait_until
 
+from envs.programs.gym_spaces import action_of
 from rl_core.data.images import png_of
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.gym_spaces import action_of
 from rl_core.tools.cli import main as command
 from rl_core.types import RunError
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from test_experts import imitated
 from test_learner import ragged_samples
 from test_trees import forest
+from tiny_vision_model import VISION_MODELS
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,7 +38,6 @@ from rl_core.data.images import read_image
 from rl_core.distributed import Mesh, Ranks, on_mesh
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.metrics import reduce_metrics
-from rl_core.tools.tiny_vision_model import VISION_MODELS
 
 SGD = "--optim.name sgd --optim.lr 1 --optim.betas 0,0 --optim.eps 0 --optim.max_grad_norm 0"
 KEPT = 5  # Most ids that a token was drawn from.

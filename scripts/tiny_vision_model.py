@@ -1,13 +1,15 @@
-"""Tiny untrained models that see, of the families' own classes: what tiny_model.py is for text. 8 x 8
-pixels of an image are one token."""
+"""Tiny untrained models that see, of the families' own classes: what make_tiny_model() is for text.
+8 x 8 pixels of an image are one token."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_core.tools.tiny_model import character_tokenizer, make_tiny_model
 from rl_core.types import JSONObject
 
 if TYPE_CHECKING:
@@ -251,6 +253,12 @@ def vision_config(arch: str, text: JSONObject, tokenizer) -> PretrainedConfig:
     )
 
 
-def write_preprocessor(folder: Path, arch: str) -> None:
-    values = PREPROCESSOR | VISION_MODELS[arch].preprocessor
-    (folder / "preprocessor_config.json").write_text(json.dumps(values, indent=2))
+def make_vision_model(out: str | Path, *sizes, arch: str, tokenizer=None, **more) -> None:
+    """As make_tiny_model, for an architecture of VISION_MODELS."""
+    row = VISION_MODELS[arch]
+    if tokenizer is None:
+        tokenizer = character_tokenizer((*VISION_TOKENS, *row.tokens), row.template)
+    make_config = partial(vision_config, tokenizer=tokenizer)
+    make_tiny_model(out, *sizes, arch=arch, tokenizer=tokenizer, make_config=make_config, **more)
+    text = json.dumps(PREPROCESSOR | row.preprocessor, indent=2)
+    (Path(out) / "preprocessor_config.json").write_text(text)
