@@ -235,9 +235,9 @@ def nothing(self): ...
 @pytest.mark.parametrize(
     "plugin, output",
     [
-        (with_methods(after_steps=nothing)(), "after_steps.* is no hook"),
-        (with_methods(Plugin, on_setp=nothing), "on_setp.* is no hook"),
-        (with_methods(after_backward=nothing, close=nothing)(), "after_backward.* is no hook"),
+        (with_methods(after_steps=nothing)(), "after_steps.* is not a hook"),
+        (with_methods(Plugin, on_setp=nothing), "on_setp.* is not a hook"),
+        (with_methods(after_backward=nothing, close=nothing)(), "after_backward.* is not a hook"),
         (with_methods(help=nothing)(), "plugins has <.*Mine.*>, which has no hook: load, st"),
         (lambda trainer: None, "plugins has None, which has no hook"),
     ],

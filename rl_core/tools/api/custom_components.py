@@ -140,7 +140,7 @@ def make_plugin(plugin: object, trainer: RunState) -> Plugin:
         )
         if is_close and method not in HOOKS and callable(getattr(plugin, method)):
             raise ValueError(
-                f"{name}.{method}() is no hook of plugins, so nothing calls it; give it the name "
+                f"{name}.{method}() is not a hook of plugins, so nothing calls it; give it the name "
                 f"of one ({', '.join(HOOKS)}), or begin it with _"
             )
     if not hooks:
