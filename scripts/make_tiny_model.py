@@ -25,7 +25,7 @@ __all__ = ["CHARACTERS", "make_tiny_model"]
 
 
 def make_tiny_model(out: str | Path, *sizes, arch: str = "qwen3", tokenizer=None, **more) -> None:
-    """Writes a model like tiny_model.make_tiny_model, also with the architectures of VISION_MODELS."""
+    """Writes a tiny model, also of the architectures of VISION_MODELS."""
     make = make_vision_model if arch in VISION_MODELS else tiny_model.make_tiny_model
     make(out, *sizes, arch=arch, tokenizer=tokenizer, **more)
 

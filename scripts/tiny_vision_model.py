@@ -254,7 +254,7 @@ def vision_config(arch: str, text: JSONObject, tokenizer) -> PretrainedConfig:
 
 
 def make_vision_model(out: str | Path, *sizes, arch: str, tokenizer=None, **more) -> None:
-    """Writes a model like make_tiny_model, for an architecture of VISION_MODELS."""
+    """Writes a tiny model of an architecture of VISION_MODELS."""
     row = VISION_MODELS[arch]
     if tokenizer is None:
         tokenizer = character_tokenizer((*VISION_TOKENS, *row.tokens), row.template)
