@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import zstandard
+
 from rl_core.data.rows import write_whole
 from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
@@ -25,6 +27,8 @@ SERVED_CODES = "served_env_code.jsonl"
 OF_STEP = re.compile(
     r"\.?(step|eval)_(\d{6,})[._].*jsonl\.zst(?:\.tmp)?|trace_(step)_(\d{6,})_rank_\d+\.json"
 )
+
+IMAGE = re.compile(r'"image": "(images/[0-9a-f]{16}\.[a-z]+)"')
 
 
 def make_folder(out: Path) -> None:
@@ -126,12 +130,37 @@ def drop_lost_steps(out: Path, step: int, is_evaluated_again: bool) -> None:
     for name, is_again in (("metrics.jsonl", is_evaluated_again), (SERVED_CODES, False)):
         if (out / name).exists():
             keep_lines_until(out / name, step, is_again)
+    lost: list[Path] = []
     for file in (*out.glob("*"), *out.glob("rollouts/*"), *out.glob("tokens/*")):
         if match := OF_STEP.fullmatch(file.name):
             kind, number = filter(None, match.groups())
             is_again = is_evaluated_again and kind == "eval"
             if int(number) > step or (int(number) == step and is_again):
-                file.unlink()
+                lost.append(file)
+    drop_images(out, lost)
+    for file in lost:
+        file.unlink()
+
+
+def drop_images(out: Path, lost: list[Path]) -> None:
+    """Deletes images that only the files `lost` name, and no other rollout or checkpoint."""
+    names: set[str] = set()
+    for file in lost:
+        if file.parent.name == "rollouts":
+            with suppress(zstandard.ZstdError):  # A crash may have cut the file.
+                names |= named_images(file)
+    kept = {*out.glob("rollouts/*.jsonl.zst"), *out.glob("checkpoints/*/*.jsonl.zst")} - {*lost}
+    with suppress(zstandard.ZstdError):  # A file that cannot be read may name any image.
+        if names:
+            for file in kept:
+                names -= named_images(file)
+        for name in names:
+            (out / "rollouts" / name).unlink(missing_ok=True)
+
+
+def named_images(file: Path) -> set[str]:
+    with zstandard.open(file, "rt", encoding="utf-8", errors="replace") as lines:
+        return {name for line in lines for name in IMAGE.findall(line)}
 
 
 def keep_lines_until(path: Path, step: int, is_evaluated_again: bool) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+import zstandard
 from kit import kill_session, start_process, words
 
 from rl_core.config import parse_config
-from rl_core.run.run_folder import locked
+from rl_core.run.run_folder import drop_lost_steps, locked
 from rl_core.run.saving.checkpoint import checkpoints_in
 from rl_core.run.saving.run_files import check_resumed, keep_config
 from rl_core.tools.cli import main as rl_core_command
@@ -178,6 +179,34 @@ def test_who_looks_whether_a_run_goes_on_stops_none(tmp_path, monkeypatch):
         )
         with locked(tmp_path):
             pass
+
+
+# File with image 0 -> images left of 0 to 2, which lost files name, and 3, which no file names.
+KEPT_IMAGES = {
+    "rollouts/step_000002.jsonl.zst": "03",
+    "rollouts/eval_000002.jsonl.zst": "03",
+    "checkpoints/step_000002/groups_000.jsonl.zst": "03",
+    "rollouts/step_000003.jsonl.zst": "3",
+}
+
+
+@pytest.mark.parametrize("kept", KEPT_IMAGES)
+def test_images_that_only_lost_steps_name_are_deleted(kept, tmp_path):
+    def names(file, numbers):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        parts = [{"type": "image", "image": f"images/{n:016x}.png"} for n in numbers]
+        line = json.dumps({"messages": [{"role": "user", "content": parts}]}) + "\n"
+        (tmp_path / file).write_bytes(zstandard.compress(line.encode()))
+
+    names(kept, [0])
+    names("rollouts/step_000004.jsonl.zst", [0, 1])
+    names("rollouts/eval_000004.jsonl.zst", [2])
+    images = tmp_path / "rollouts/images"
+    images.mkdir()
+    for n in range(4):
+        (images / f"{n:016x}.png").touch()
+    drop_lost_steps(tmp_path, 2, False)
+    assert "".join(f.name[15] for f in sorted(images.iterdir())) == KEPT_IMAGES[kept]
 
 
 def test_the_newest_checkpoint_is_the_one_of_most_steps(tmp_path):
