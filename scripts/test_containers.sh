@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the workers' image, sessions in containers, boxes in containers and the sandbox's level of containers with a real engine: builds
-# the image `rl-core-worker`, and runs tests/service/test_real_containers.py, tests/sandbox/test_boxes_containers.py and
-# tests/agents/test_boxed_containers.py. Takes docker if it answers, else podman, which root on Debian installs.
+# the image `rl-core-worker`, and runs tests/service/test_real_containers.py, tests/sandbox/test_boxes_containers.py,
+# tests/agents/test_boxed_containers.py and, with images of tasks that this engine builds, tests/agents/test_built_boxes.py. Takes docker if it answers, else podman, which root on Debian installs.
 #   bash scripts/test_containers.sh [arguments of pytest]
 # BASE="..."         the image to build on, instead of python:3.12-slim; "debian": made here of Debian's packages, without a registry
 # BUILD_FLAGS="..."  more flags of the build, such as "--network host"; podman takes --volume /etc/ssl/certs:/etc/ssl/certs:ro too
@@ -52,3 +52,10 @@ RL_CORE_TEST_IMAGE=rl-core-worker RL_CORE_MAY_SKIP="no GPU" "${PYTHON:-python3}"
     tests/sandbox/test_boxes_containers.py "$@"
 # The image of the environments' workers has a user who may not make folders; agents' commands and tasks need one who may.
 RL_CORE_TEST_IMAGE="$base" RL_CORE_MAY_SKIP="no GPU" "${PYTHON:-python3}" -m pytest -q tests/agents/test_boxed_containers.py "$@"
+# Builds have this machine's network, and here neither certificates nor limits of their own.
+if [ "$engine" = podman ] && [ "$(id -u)" = 0 ]; then
+    export BUILDAH_ISOLATION=chroot
+    printf '[containers]\nnetns = "host"\n' > "$CONTAINERS_CONF"
+fi
+RL_CORE_TEST_IMAGE="$base" RL_CORE_MAY_SKIP="no GPU|no container runtime: (podman|buildah|docker)" "${PYTHON:-python3}" -m pytest -q \
+    tests/agents/test_built_boxes.py "$@"

@@ -159,8 +159,6 @@ def view(files: dict[str, int], settings: BoxSettings) -> list[str]:
     if settings.root is not None:
         binds = {f"{BOUND}{inside}": path for inside, path in settings.binds}
         binds |= {f"/layers/{n}": path for n, path in enumerate(settings.root.layers)}
-        if settings.root.changes:
-            binds["/build"] = f"{settings.root.changes}:rw"
     parents = {str(folder) for path in [*shown, *binds] for folder in Path(path).parents}
     # Bubblewrap would make a closed copy of a closed folder such as /root.
     for folder in sorted(parents - {"/"} - mounts):
@@ -268,7 +266,6 @@ class BubblewrapBox:
         return init | {
             "environ": {"HOME": "/root", "PATH": SYSTEM_PATH, "LANG": "C.UTF-8"},
             "layers": [f"/layers/{n}" for n in range(len(root.layers))],
-            "is_build": bool(root.changes),
             "protected": root.protected,
             "workdir": root.workdir,
             "binds": [inside for inside, _ in self.settings.binds],

@@ -113,7 +113,7 @@ def set_up_root(settings: dict[str, Any]) -> list[int]:
     bound_resources(settings["disk_mib"])
     if settings["is_root"]:
         become_unprivileged(["/", "/dev/shm"], "user", "mount")
-    root = mount_layers(settings["layers"], settings["is_build"])
+    root = mount_layers(settings["layers"])
     for folder in ("/proc", "/dev", *settings["shown"]):
         bind_below(root, folder, folder)
     for inside in settings["binds"]:
@@ -133,14 +133,11 @@ def set_up_root(settings: dict[str, Any]) -> list[int]:
     return entered
 
 
-def mount_layers(layers: list[str], is_build: bool) -> str:
-    """The path of an overlay of the layers, the topmost first. A build's changes are kept on the
-    host's disk, all others in memory."""
-    upper = "/build" if is_build else "/episode"
-    for name in ("changes", "work"):
-        os.makedirs(f"{upper}/{name}", exist_ok=True)
-    os.makedirs(ROOT, exist_ok=True)
-    options = f"lowerdir={':'.join(layers)},upperdir={upper}/changes,workdir={upper}/work"
+def mount_layers(layers: list[str]) -> str:
+    """The path of an overlay of the layers, the topmost first. Changes are kept in memory."""
+    for name in ("/episode/changes", "/episode/work", ROOT):
+        os.makedirs(name, exist_ok=True)
+    options = f"lowerdir={':'.join(layers)},upperdir=/episode/changes,workdir=/episode/work"
     isolation.mount("overlay", ROOT, "overlay", isolation.NODEV, f"{options},userxattr")
     return ROOT
 

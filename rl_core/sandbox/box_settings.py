@@ -35,7 +35,6 @@ class Root:
     """
 
     layers: tuple[str, ...]  # folders of the host, the topmost first
-    changes: str = ""  # a folder of the host for a build's changes; "": in memory, bounded
     protected: tuple[str, ...] = ()  # read-only folders
     workdir: str = ""  # writable though in a protected folder
 

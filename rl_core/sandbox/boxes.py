@@ -118,6 +118,11 @@ class OpenBox:
         self.exec, self.put, self.get = box.exec, box.put, box.get
         self.end_processes = box.end_processes
 
+    @property
+    def engine(self) -> str:
+        """The engine of a container; "" for other boxes."""
+        return self.box.engine if isinstance(self.box, ContainerBox) else ""
+
     async def join(self, network: bool) -> BubblewrapBox:
         """A box of bubblewrap with the same files whose system can be written."""
         return await self.box.join(network)

@@ -160,7 +160,7 @@ def reward_fn(task):
 def test_what_runs_hooks_runs_them_with_bounded_ends():
     """asyncio.run() waits for ever for a task that ignores its cancellation."""
     runs_no_hooks = {
-        "image_root.py",
+        "verifier_cache.py",
         "env_file.py",
         "serve.py",
         "sandbox.py",

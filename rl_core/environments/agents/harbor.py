@@ -17,9 +17,9 @@ from pathlib import Path, PurePosixPath
 
 from rl_core.data.episodes import WROTE, failure_reason
 from rl_core.environments.agents.dockerfile import (
-    Build,
-    build_image,
+    DockerfileRun,
     entrypoint_of,
+    network_lines,
     read_instructions,
 )
 from rl_core.environments.agents.harbor_compose import MAIN, ComposeBuild
@@ -27,37 +27,35 @@ from rl_core.environments.agents.harbor_tasks import (
     NETWORKS,
     HarborStep,
     HarborTask,
+    check_networks,
     check_services,
     driver_of,
-    lines_of_tests,
-    network_needed,
+    image_line,
     read_task,
     remote_image,
     warn_once,
 )
-from rl_core.environments.agents.image_root import (
-    Image,
-    NotFetched,
-    build_root,
-    folders_of_programs,
-    is_below,
-    prepare_home,
-    warm_layer,
-)
-from rl_core.environments.agents.installs import needs_image, network_lines
+from rl_core.environments.agents.verifier_cache import HOME, NotFetched, fetched_layer
 from rl_core.environments.agents.verifier_tools import VerifierTools, bounded, first_failed_install
 from rl_core.sampling.hooks import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS
 from rl_core.sandbox.box_settings import Box, Root, Sidecar
+from rl_core.sandbox.images import (
+    Image,
+    build_image,
+    find_builder,
+    image_settings,
+    installers_environ,
+    is_below,
+    pull_image,
+    unpack_image,
+    unpacked_image,
+)
 from rl_core.sandbox.remote_driver import RemoteError
-from rl_core.sandbox.roots import installers_environ
 from rl_core.sandbox.sidecars import is_healthy
 
 TESTS, SOLUTION, LOGS = "/tests", "/solution", "/logs"
-HOME = (
-    "/logs/home"  # The verifier's home. The agent's may hold start-up files of shells and Python.
-)
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Variables of the Dockerfile that could make the verifier run the agent's code.
 RUNS_CODE = ("PYTHONPATH", "PYTHONSTARTUP", "PYTHONHOME", "BASH_ENV", "ENV", "LD_PRELOAD")
@@ -133,7 +131,8 @@ class TaskBox:
     scores: list[VerifierScore] = field(default_factory=list)  # One for each step so far.
     wrote: str = ""  # Output of the last script.
     not_installed: RuntimeError | None = None  # Reason why solve.sh could not install software.
-    image: Image | None = None  # Set for a box of bubblewrap whose task installs software.
+    image: Image | None = None  # Set for a box of bubblewrap that has an image.
+    entrypoint: list[str] = field(default_factory=list)
     verify_network: bool = False
     programs: str = ""  # Hash of the folders in PATH after the Dockerfile.
 
@@ -142,14 +141,14 @@ class TaskBox:
         return await self.box.exec(command, timeout_s=timeout_s, environ=self.environ, cwd=self.cwd)
 
     async def enter(self) -> None:
-        """Runs the Dockerfile's ENTRYPOINT, whose processes stay until test.sh. Warns once if it
+        """Runs the image's ENTRYPOINT, whose processes stay until test.sh. Warns once if it
         fails."""
-        if not (command := entrypoint_of(self.task.dockerfile)):
+        if not (command := self.entrypoint):
             return
         done = await self.exec(["/bin/sh", "-c", ENTER, "sh", *command], timeout_s=60.0)
         if done.code:
             warn_once(
-                f"{self.task.dockerfile}: ENTRYPOINT {shlex.join(command)} {ended(done)}: "
+                f"{self.task.folder}: ENTRYPOINT {shlex.join(command)} {ended(done)}: "
                 f'{done.stdout.strip()[-200:]}; it must end by exec "$@"'
             )
 
@@ -344,7 +343,6 @@ class TaskBox:
         environ = installers_environ() | environ
         if not self.verify_network:
             environ |= {"UV_OFFLINE": "1"}
-        await prepare_home(self.box)
         joined = await self.box.join(self.verify_network)
         try:
             return await self.run(script, environ, timeout_s, joined)
@@ -419,7 +417,12 @@ class TaskBox:
         names = self.environ.get("PATH", "").split(":")
         outside = [name for name in names if name.startswith("/") and name not in SYSTEM_PATH]
         outside = [name for name in outside if name != str(Path(sys.executable).parent)]
-        return await folders_of_programs(self.box, outside, "/") if outside else []
+        parents = [str(PurePosixPath(name).parent) for name in outside]
+        return [
+            parent
+            for parent in parents
+            if (await self.box.exec(["test", "-f", f"{parent}/pyvenv.cfg"], cwd="/")).code == 0
+        ]
 
     async def hash_programs(self) -> str:
         """A hash of names, modes, links and contents in program_folders(); "" without any."""
@@ -547,7 +550,7 @@ class TaskBoxes:
         sidecars = await self.build_sidecars(task, driver)
         main = task.composition.main if task.composition else Sidecar(name=MAIN, image="")
         workdir = task.environment.workdir or main.workdir
-        if not name and (image := await self.image_of(task)):
+        if driver in ("", "bubblewrap") and not name and (image := await self.image_of(task)):
             workdir = workdir or image.cwd
             layers, protected = tuple(image.layers), tuple(image.protected)
             root = Root(layers=layers, protected=protected, workdir=workdir)
@@ -570,15 +573,17 @@ class TaskBoxes:
                 "docker_image from task.toml, to build it"
             ) from error
         async with box:
-            environ = main.environ | task.environment.env
+            environ, entrypoint = main.environ | task.environment.env, []
             is_built = driver not in REMOTE_DRIVERS or task.environment.docker_image
             if name and is_built:
                 workdir = workdir or (await box.exec("pwd")).stdout.rstrip("\n")
+                entrypoint = await asyncio.to_thread(self.entrypoint, task, box.engine, name)
             elif image is not None:
-                environ = image.environ | environ
+                environ, entrypoint = image.environ | environ, image.entrypoint
             else:
-                build = await carried_out(task, box, name)
-                environ, workdir = build.environ | environ, workdir or build.cwd
+                run = await carried_out(task, box, name)
+                environ, workdir = run.environ | environ, workdir or run.cwd
+                entrypoint = self.entrypoint(task)
             opened = TaskBox(
                 box=box,
                 task=task,
@@ -588,12 +593,12 @@ class TaskBoxes:
                 note_tools_missing=functools.partial(self.note_tools_missing, task.folder),
                 step=task.steps[0],
                 image=image,
+                entrypoint=entrypoint,
                 verify_network=self.networks["verify"] and task.verifiers_have_network,
             )
             if image is None and not name:
                 opened.programs = await opened.hash_programs()
-            is_built_elsewhere = task.composition and MAIN in task.composition.builds
-            if main.entrypoint is None and task.dockerfile.is_file() and not is_built_elsewhere:
+            if main.entrypoint is None:
                 await opened.enter()
             for check in (task.environment.healthcheck, main.check):
                 if not await is_healthy(check, opened.exec):
@@ -603,17 +608,23 @@ class TaskBoxes:
     def note_tools_missing(self, folder: Path, error: str) -> None:
         self.without_tools[folder] = (time.monotonic(), error)
 
+    def entrypoint(self, task: HarborTask, engine: str = "", image: str = "") -> list[str]:
+        """The ENTRYPOINT of an engine's image, else of the Dockerfile."""
+        if engine:
+            return (image_settings(engine, image) or {}).get("Entrypoint") or []
+        is_file = task.dockerfile.is_file()
+        return entrypoint_of(read_instructions(task.dockerfile)) if is_file else []
+
     async def image_name(self, task: HarborTask, driver: str) -> str:
         """Name of a task's image; "" for a box of bubblewrap."""
         if driver == "bubblewrap":
             return ""
         if driver in REMOTE_DRIVERS:
             return remote_image(task, driver)
-        if task.composition is not None and MAIN in task.composition.builds:
-            return await self.build(task, driver, task.composition.builds[MAIN])
         if task.environment.docker_image or not driver:
             return task.environment.docker_image or ""
-        return await self.build(task, driver, ComposeBuild(context=task.dockerfile.parent))
+        assert task.build is not None
+        return await self.build(task, driver, task.build)
 
     async def build(self, task: HarborTask, engine: str, build: ComposeBuild) -> str:
         limit_s, network = task.environment.build_timeout_sec, self.networks["build"]
@@ -632,53 +643,55 @@ class TaskBoxes:
         return sidecars
 
     async def image_of(self, task: HarborTask) -> Image | None:
-        """The image of a task that installs software, for a box of bubblewrap; None for a task
-        that runs on this machine's system. Raises ValueError if a line needs a network that its
-        phase lacks."""
-        if not task.dockerfile.is_file():
+        """The image of a task for a box of bubblewrap; None for a task that runs on this machine's
+        system. Raises TaskRefused for a line that needs a network that its phase lacks."""
+        if image_line(task) is None:
             return None
-        by_tests = lines_of_tests(task)
-        if not by_tests and not needs_image(read_instructions(task.dockerfile)):
-            return None
-        await asyncio.to_thread(network_needed, task, self.networks)
-        limit_s = task.environment.build_timeout_sec
-        image = await asyncio.to_thread(
-            build_root, task.dockerfile, limit_s, self.networks["build"]
-        )
+        await asyncio.to_thread(check_networks, task, self.networks)
+        image = await asyncio.to_thread(task_image, task, self.networks["build"])
         tried_at = self.not_fetched.get(task.folder, -math.inf)
-        if by_tests and time.monotonic() - tried_at >= self.retry_s:
+        if time.monotonic() - tried_at >= self.retry_s:
             try:
-                image.layers[:0] = await asyncio.to_thread(warm_layers, image, task)
+                image.layers[:0] = await asyncio.to_thread(fetched_layers, image, task)
             except NotFetched:
                 self.not_fetched[task.folder] = time.monotonic()
         return image
 
 
-def warm_layers(image: Image, task: HarborTask) -> list[str]:
+def task_image(task: HarborTask, network: bool) -> Image:
+    """The unpacked image of a task: the cache's, else one that an engine builds or pulls. Raises
+    ValueError without an engine, RuntimeError if that fails."""
+    limit_s, build, name = task.environment.build_timeout_sec, task.build, task.image
+    if image := unpacked_image(name):
+        return image
+    engine = find_builder()
+    if build:
+        build_image(engine, build.context, limit_s, network, build.flags)
+    else:
+        pull_image(engine, name, limit_s)
+    return unpack_image(engine, name, limit_s)
+
+
+def fetched_layers(image: Image, task: HarborTask) -> list[str]:
     """Layers with the packages that the steps' test.sh fetch. Raises NotFetched."""
     layers = []
     for step in task.steps:
         if network_lines(step.test_script):
             environ = image.environ | task.environment.env | step.verifier.env
-            layers.append(warm_layer(image, step.tests, environ, step.verifier.limit_s))
+            layers.append(fetched_layer(image, step.tests, environ, step.verifier.limit_s))
     return list(dict.fromkeys(layers))
 
 
-async def carried_out(task: HarborTask, box: Box, image: str = "") -> Build:
+async def carried_out(task: HarborTask, box: Box, image: str = "") -> DockerfileRun:
     """Carries out the task's Dockerfile in a box of this machine's system, or of the `image` of its
     FROM."""
-    if not task.dockerfile.is_file():
-        raise ValueError(
-            f"{task.folder}: has an image and no environment/Dockerfile, so it needs HARBOR_DRIVER="
-            "docker or podman"
-        )
     limit_s = task.environment.build_timeout_sec
     path, cwd = f"{SYSTEM_PATH}:{Path(sys.executable).parent}", "/"
     if image:
         path, cwd = (await box.exec('echo "$PATH"; pwd')).stdout.splitlines()
-    build = Build(
+    run = DockerfileRun(
         box=box, context=task.dockerfile.parent, timeout_s=limit_s, environ={"PATH": path}, cwd=cwd
     )
     for instruction in read_instructions(task.dockerfile):
-        await build.carry_out(instruction)
-    return build
+        await run.carry_out(instruction)
+    return run

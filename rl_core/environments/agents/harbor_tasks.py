@@ -15,19 +15,23 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from rl_core.environments.agents.dockerfile import read_instructions
-from rl_core.environments.agents.harbor_compose import MAIN, Composition, read_compose
-from rl_core.environments.agents.image_root import argument_of, cached_phases, check_bases
-from rl_core.environments.agents.installs import (
-    Line,
-    needs_image,
-    network_instructions,
+from rl_core.environments.agents.dockerfile import (
+    base_image,
+    first_built,
     network_lines,
+    read_instructions,
 )
+from rl_core.environments.agents.harbor_compose import (
+    MAIN,
+    ComposeBuild,
+    Composition,
+    read_compose,
+)
+from rl_core.environments.agents.verifier_cache import cached_layer
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES
 from rl_core.sandbox.box_settings import WITH_SIDECARS, BoxLimits, HealthCheck
 from rl_core.sandbox.engines import ENGINES
-from rl_core.sandbox.roots import unreachable_mirrors
+from rl_core.sandbox.images import built_name, find_builder, unpacked_image
 from rl_core.types import JSON, Row
 
 UNITS_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
@@ -160,6 +164,20 @@ class HarborTask:
     @property
     def dockerfile(self) -> Path:
         return self.folder / "environment" / "Dockerfile"
+
+    @property
+    def build(self) -> ComposeBuild | None:
+        """The build of the task's image; None if the task only names one."""
+        if self.composition is not None and MAIN in self.composition.builds:
+            return self.composition.builds[MAIN]
+        return ComposeBuild(context=self.dockerfile.parent) if self.dockerfile.is_file() else None
+
+    @property
+    def image(self) -> str:
+        """The name of the task's image, built if it can be."""
+        if build := self.build:
+            return built_name(build.context, build.flags)
+        return self.environment.docker_image or ""
 
     @property
     def agent_timeout_s(self) -> float:
@@ -299,8 +317,7 @@ def check_task(task: HarborTask, file: Path) -> None:
     for section in (environment, task.solution, *verifiers):
         section.env = with_defaults(section.env, file)
     read_composition(task)
-    is_built = task.composition is not None and MAIN in task.composition.builds
-    if not is_built and not task.dockerfile.is_file() and not environment.docker_image:
+    if task.build is None and not environment.docker_image:
         raise TaskRefused(
             f"{task.folder}: needs environment/Dockerfile, or docker_image",
             "no environment/Dockerfile",
@@ -370,24 +387,29 @@ def warn_once(text: str) -> None:
 
 def check_driver(
     task: HarborTask, driver: str, networks: Mapping[str, bool] = NETWORKS
-) -> Line | None:
-    """The first line that needs a network. Raises TaskRefused for a Dockerfile that boxes of this
-    driver cannot carry out, and for a line that needs a network which its phase lacks."""
+) -> str | None:
+    """The line by which a box of bubblewrap needs an image that the cache lacks. Raises TaskRefused
+    for a Dockerfile that boxes of a service cannot carry out, and for a line that needs a network
+    which its phase lacks."""
     check_services(task, driver)
     if driver in REMOTE_DRIVERS:
         remote_image(task, driver)
         return None
     if driver not in ("", "bubblewrap") or (task.environment.docker_image and not driver):
         return None
-    try:
-        if not task.dockerfile.is_file():
-            raise ValueError(f"{task.folder}: docker_image needs HARBOR_DRIVER=docker or podman")
-        instructions = read_instructions(task.dockerfile)
-        if needs_image(instructions) or lines_of_tests(task):
-            check_bases(instructions)
-    except ValueError as error:
-        raise TaskRefused(str(error), "a Dockerfile that needs docker or podman") from None
-    return network_needed(task, networks)
+    line = image_line(task)
+    if line is None:
+        return None
+    check_networks(task, networks)
+    return None if "build" in cached_phases(task) else line
+
+
+def image_line(task: HarborTask) -> str | None:
+    """The line by which a task needs an image; None if this machine's system suffices."""
+    if not task.dockerfile.is_file() or (task.composition and MAIN in task.composition.builds):
+        return f"{task.folder}: names an image or its build"
+    line = first_built(read_instructions(task.dockerfile))
+    return str(line) if line else next(iter(lines_of_tests(task)), None)
 
 
 def check_services(task: HarborTask, driver: str) -> None:
@@ -399,7 +421,8 @@ def check_services(task: HarborTask, driver: str) -> None:
     faults = []
     if driver not in WITH_SIDECARS:
         faults += [f"{name} is a service" for name in services]
-    faults += [f"{name} is built" for name in composition.builds]
+    unpacks = driver in ("", "bubblewrap")
+    faults += [f"{name} is built" for name in composition.builds if name != MAIN or not unpacks]
     faults += [f"{name} mounts files" for name, each in services.items() if each.binds]
     for name, each in services.items():
         faults += [f"{name} has a user by name"] if not (each.user or "0").isdecimal() else []
@@ -417,23 +440,15 @@ def remote_image(task: HarborTask, driver: str) -> str:
     built."""
     if task.environment.docker_image:
         return task.environment.docker_image
-    arguments: dict[str, str] = {}
-    try:
-        instructions = read_instructions(task.dockerfile)
-        bases = [each for each in instructions if each.name == "FROM"]
-        built: list[object] = [*network_instructions(instructions), *bases[1:]]
-        built += [each for each in instructions if each.name == "COPY" and each.flag("from")]
-        if built or not bases:
-            raise ValueError(str(built[0]) if built else f"{task.dockerfile}: has no FROM")
-    except ValueError as error:
+    instructions = read_instructions(task.dockerfile) if task.dockerfile.is_file() else []
+    built, image = first_built(instructions, in_image=True), base_image(instructions)
+    if built or not image:
         raise TaskRefused(
-            f"{error}: a box by {driver} has no build; push the image to a registry, and name it "
-            "in task.toml: [environment] docker_image",
+            f"{built or f'{task.dockerfile}: has no FROM'}: a box by {driver} has no build; push "
+            "the image to a registry, and name it in task.toml: [environment] docker_image",
             f"a Dockerfile that {driver} does not build",
-        ) from None
-    for instruction in instructions[: instructions.index(bases[0])]:
-        arguments |= argument_of(instruction)
-    return bases[0].filled(arguments)[0]
+        )
+    return image
 
 
 def driver_of(driver: str) -> str:
@@ -441,29 +456,37 @@ def driver_of(driver: str) -> str:
     return driver or SERVICES.settings.box_driver
 
 
-def lines_of_tests(task: HarborTask) -> list[Line]:
+def lines_of_tests(task: HarborTask) -> list[str]:
     """Lines of the steps' test.sh that need a network."""
     scripts = dict.fromkeys(step.test_script for step in task.steps)
     return [line for script in scripts for line in network_lines(script)]
 
 
-def network_needed(task: HarborTask, networks: Mapping[str, bool]) -> Line | None:
-    """The first line of the Dockerfile or test.sh that needs a network, None if the cache has all
-    that the task fetches. Raises TaskRefused for a line whose phase has no network."""
-    lines = {"build": network_instructions(read_instructions(task.dockerfile))}
+def check_networks(task: HarborTask, networks: Mapping[str, bool]) -> None:
+    """Raises TaskRefused for a line of the Dockerfile or test.sh that needs a network which its
+    phase lacks, unless the cache has all that the phase fetches."""
+    if all(networks.values()):
+        return
+    instructions = read_instructions(task.dockerfile) if task.dockerfile.is_file() else []
+    lines = {"build": [str(each) for each in instructions if each.needs_network]}
     lines["verify"] = lines_of_tests(task)
-    needing = [phase for phase in lines if lines[phase]]
-    if needing and is_one_host():
-        fetching = [step.tests for step in task.steps if network_lines(step.test_script)]
-        cached = cached_phases(task.dockerfile, fetching)
-        needing = [phase for phase in needing if phase not in cached]
-    for phase in needing:
-        if not networks[phase]:
+    cached = cached_phases(task)
+    for phase in lines:
+        if lines[phase] and not networks[phase] and phase not in cached:
             raise TaskRefused(
                 f"{lines[phase][0]}: needs a network; set --agents.{phase}_network true",
                 f"a line that needs --agents.{phase}_network",
             )
-    return lines[needing[0]][0] if needing else None
+
+
+def cached_phases(task: HarborTask) -> set[str]:
+    """Phases whose results this machine's cache has: "build", "verify"."""
+    image = unpacked_image(task.image) if is_one_host() else None
+    if image is None:
+        return set()
+    fetching = [step.tests for step in task.steps if network_lines(step.test_script)]
+    is_fetched = all(cached_layer(image, tests).is_dir() for tests in fetching)
+    return {"build", "verify"} if is_fetched else {"build"}
 
 
 def is_one_host() -> bool:
@@ -475,8 +498,8 @@ def is_one_host() -> bool:
 def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> list[Row]:
     """A row for each task of a folder of tasks, or of a task's folder, by name. Tasks that cannot
     be played are left out, and named with their reasons in one warning. `networks`: phases that
-    have one. Raises TaskRefused if none can be played, ValueError if no mirror of packages answers
-    to tasks that need one."""
+    have one. Raises TaskRefused if none can be played, ValueError if images are needed and no
+    engine is here."""
     tasks, refused = read_tasks(folder, networks)
     num_refused, errors = sum(map(len, refused.values())), errors_of(refused)
     if refused and not tasks:
@@ -501,7 +524,7 @@ def read_tasks(
     folder: str | Path, networks: Mapping[str, bool] = NETWORKS
 ) -> tuple[list[HarborTask], Refused]:
     """The tasks of a folder that can be played, and those that cannot. Raises ValueError if the
-    folder holds no task, and if tasks need a network that this machine lacks."""
+    folder holds no task, and if tasks need images and no engine is here."""
     folder = Path(folder).expanduser()
     folders = [folder]
     if not (folder / "task.toml").is_file():
@@ -523,12 +546,14 @@ def read_tasks(
         else:
             tasks.append(task)
             needing += [line] if line else []
-    if needing and (why := unreachable_mirrors()):
-        raise ValueError(
-            f"{folder}: {len(needing)} of {len(folders)} tasks need a network, and no mirror of "
-            f"packages answers ({why}). The first is {needing[0]}. Connect this machine, or leave "
-            "these tasks out by --agents.build_network false --agents.verify_network false"
-        )
+    if needing:
+        try:
+            find_builder()
+        except ValueError as error:
+            raise ValueError(
+                f"{folder}: {len(needing)} of {len(folders)} tasks need an image, and {error}. "
+                f"The first is {needing[0]}"
+            ) from None
     return tasks, refused
 
 
