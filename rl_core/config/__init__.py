@@ -13,7 +13,6 @@ from rl_core.config.config import Config
 from rl_core.config.data import DataConfig, EnvConfig
 from rl_core.config.learner import LearnerConfig, OptimConfig
 from rl_core.config.parse import (
-    STARTED,
     checked,
     flat,
     from_sections,
@@ -36,7 +35,6 @@ __all__ = [
     "MAX_TOP_K",
     "OWN_SECTIONS",
     "RL",
-    "STARTED",
     "ActorConfig",
     "AgentsConfig",
     "AlgoConfig",

@@ -7,9 +7,6 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 from __future__ import annotations
 
 import dataclasses
-import glob
-import os
-import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +19,6 @@ from rl_core.config.config import Config
 from rl_core.config.data import EnvConfig
 from rl_core.config.flag_parsing import answer, flags_in, is_table, typed, unknown, validated
 from rl_core.config.rules import check
-from rl_core.errors import split
 
 if TYPE_CHECKING:
     from rl_core.types import JSON, JSONObject
@@ -123,72 +119,13 @@ def read_file(path: str) -> JSONObject:
     """The sections of a YAML file. Raises ValueError, with its name, for all that is wrong in
     them."""
     try:
-        text = Path(path).read_text()
-        sections = yaml.safe_load(text)
+        sections = yaml.safe_load(Path(path).read_text())
         from_sections(sections)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}; name a YAML file of flags") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {error}") from None
-    if folders := start_folders(Path(os.path.abspath(path)).parent, text, sections.get("out")):
-        sections = with_paths(sections, folders)
-        sections["out"] = str(Path(path).parent)
     return sections
-
-
-STARTED = (
-    "# Relative paths are of {}, where the run was started.\n"  # A run's config.yaml's line 1.
-)
-
-
-def start_folders(run: Path, text: str, out: str | None) -> list[Path]:
-    """Candidates for the folder in which the run with this config.yaml was started, the likeliest
-    first. Empty if this process is in that folder, or if the file does not belong to a run. A
-    relative `out` gives the folder also after the run and its inputs were moved together."""
-    if not (out and (run / "hf").is_dir()):
-        return []
-    parts, folders = Path(os.path.normpath(out)).parts, []
-    if not Path(out).is_absolute() and run.parts[-len(parts) :] == parts:
-        folders.append(Path(*run.parts[: -len(parts)]))
-    if match := re.match(STARTED.format("(.+)"), text):
-        folders.append(Path(match[1]))
-    return [] if Path.cwd() in folders[:1] else folders
-
-
-# Fields that hold paths, or names that are not paths.
-PATH_FIELDS = (
-    "env_path",
-    "model",
-    "chat_template",
-    "train",
-    "eval",
-    "reference",
-    "teacher",
-    "init_from",
-)
-
-
-def with_paths(sections: JSONObject, folders: list[Path]) -> JSONObject:
-    """Sections in which a path that is found from one of the folders is absolute."""
-    moved = {}
-    for key, value in sections.items():
-        if isinstance(value, dict):
-            value = with_paths(value, folders)
-        elif isinstance(value, str) and key in PATH_FIELDS:
-            value = ",".join(absolute(path, folders) for path in split(value))
-        moved[key] = value
-    return moved
-
-
-def absolute(path: str, folders: list[Path]) -> str:
-    """A path, also one with a name (`easy=rows.jsonl`), a query or a split behind it."""
-    named = re.match(r"[A-Za-z][\w-]*=", path)
-    for prefix in ("", named[0] if named else ""):
-        rest = path.removeprefix(prefix)
-        for folder in folders:
-            if glob.glob(os.path.join(glob.escape(str(folder)), re.split("[?@]", rest)[0])):
-                return prefix + str(folder / rest)
-    return path
 
 
 def from_sections(*layers: JSONObject) -> Config:

@@ -123,10 +123,6 @@ def last_plugins(trainer: RunState) -> Iterator[Plugin]:
     from rl_core.run.saving.checkpointer import Checkpointer
 
     yield signals(trainer)
-    if "://" in str(trainer.config.env_path):
-        from rl_core.run.served_env_hashes import ServedCodes
-
-        yield ServedCodes(trainer)
     yield FailureLimit(trainer)
     yield Checkpointer(trainer)
     yield from optimizer_start(trainer)

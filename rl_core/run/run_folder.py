@@ -22,7 +22,6 @@ from rl_core.distributed import Ranks
 from rl_core.metrics import Metric, reduce_metrics
 
 FAILURE = "failure.txt"
-SERVED_CODES = "served_env_code.jsonl"
 # Files that are named by their step: episodes, values of their tokens, traces.
 OF_STEP = re.compile(
     r"\.?(step|eval)_(\d{6,})[._].*jsonl\.zst(?:\.tmp)?|trace_(step)_(\d{6,})_rank_\d+\.json"
@@ -127,9 +126,8 @@ def drop_lost_steps(out: Path, step: int, is_evaluated_again: bool) -> None:
     """Deletes lines and files of steps after the checkpoint `step`, and of that step's evaluation
     if it is repeated. A resumed run may have other ranks or settings and not replace each file, and
     readers would count such steps twice."""
-    for name, is_again in (("metrics.jsonl", is_evaluated_again), (SERVED_CODES, False)):
-        if (out / name).exists():
-            keep_lines_until(out / name, step, is_again)
+    if (out / "metrics.jsonl").exists():
+        keep_lines_until(out / "metrics.jsonl", step, is_evaluated_again)
     lost: list[Path] = []
     for file in (*out.glob("*"), *out.glob("rollouts/*"), *out.glob("tokens/*")):
         if match := OF_STEP.fullmatch(file.name):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, get_args
 from rl_core import __version__
 from rl_core.config import ActorConfig, Config, flat, known_flags, read_config
 from rl_core.data.env_names import env_files, env_folders
-from rl_core.data.rows import read_json
 from rl_core.errors import nearest
 from rl_core.run.display.metric_table import rows
 from rl_core.sandbox import Sandbox
@@ -98,26 +97,7 @@ def run_settings(run: Path) -> str:
         for name, value in flat(dataclasses.asdict(settings)).items():
             if of_actor.get(name) != value:
                 lines.append(f"  {name} {value}")
-    if sent := sent_weights(run / "metrics.jsonl"):
-        lines += ["", "== new weights, in the last step that had some", *sent]
-    from rl_core.run import served_env_hashes  # it imports numpy, which --help need not load
-
-    codes = served_env_hashes.described(run)
-    if codes:
-        lines += ["", "== hashes of served environments", *codes]
     return "\n".join(lines)
-
-
-def sent_weights(file: Path) -> list[str]:
-    """Ways of new weights to SGLang's servers, and their sizes."""
-    totals = {}
-    for row in read_json(file) if file.is_file() else ():
-        totals |= {name: value for name, value in row.items() if name.startswith("sync/")}
-    lines = []
-    for name, mib in totals.items():
-        actor, way = name.removeprefix("sync/").removesuffix("_mib").rsplit("/", 1)
-        lines.append(f"  {actor} by {way}: {mib:.4g} MiB to all servers")
-    return lines
 
 
 def as_text(report: JSONObject) -> str:

@@ -534,8 +534,6 @@ def test_files_of_steps_after_the_checkpoint_are_dropped(saved, tmp_path):
     for name in (*kept, evaluated, *dropped):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    served = '{"step": 2, "env": "e", "env_code": "a"}\n'
-    (tmp_path / "served_env_code.jsonl").write_text(served + served.replace("2", "3"))
 
     def left() -> set[str]:
         return {str(file.relative_to(tmp_path)) for file in tmp_path.glob("*/*")} | {
@@ -544,10 +542,8 @@ def test_files_of_steps_after_the_checkpoint_are_dropped(saved, tmp_path):
 
     RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=False)
     assert left() == {*kept, evaluated}
-    assert (tmp_path / "served_env_code.jsonl").read_text() == served
     RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=True)
     assert left() == {*kept}
-    assert (tmp_path / "served_env_code.jsonl").read_text() == served
 
 
 if __name__ == "__main__":

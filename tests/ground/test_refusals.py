@@ -16,14 +16,13 @@ from kit import longrope, words
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.algorithms import PRESETS
-from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, read_config, to_yaml
+from rl_core.config import OWN_SECTIONS, Config, known_flags, parse_config, to_yaml
 from rl_core.environments.agents.harbor_tasks import task_rows
 from rl_core.environments.env_file import load_env
 from rl_core.errors import keep_ends
 from rl_core.learning.options import OPTIMIZERS
 from rl_core.run.plan.option_rules import check_options
 from rl_core.run.plan.plan import choose_algorithm, choose_engine
-from rl_core.run.saving.run_files import keep_config
 from rl_core.tools.help import help_page, print_help
 from rl_core.train import main
 
@@ -658,39 +657,6 @@ def test_flags_override_a_file_wherever_it_stands(tmp_path):
     assert config.sampling.stop == ["a,b"] and config.eval.sampling == {"top_p": 0.5, "top_k": 3.0}
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert parse_config(["--config", str(tmp_path / "again.yaml")]) == config
-
-
-def test_a_runs_config_is_read_from_another_folder(tmp_path, monkeypatch):
-    project, other = tmp_path / "project", tmp_path / "other"
-    for folder in (project / "runs/a/hf", project / "m", project / "rows", other):
-        folder.mkdir(parents=True)
-    for name in ("x.py", "rows/a.jsonl", "rows/b.jsonl", "eval.jsonl"):
-        (project / name).write_text("")
-    (other / "x.py").write_text("another environment")
-    flags = words("--env_path x.py?level=2,math_answer --model m --algo.teacher org/teacher")
-    flags += words("--data.train rows/*.jsonl,org/set@train --data.eval easy=eval.jsonl,gone.jsonl")
-    for out in ("runs/a", str(project / "runs/a")):
-        monkeypatch.chdir(project)
-        config = parse_config([*flags, "--out", out])
-        (project / "runs/a/config.yaml").unlink(missing_ok=True)
-        keep_config(project / "runs/a", config)
-        assert read_config(["--config", "runs/a/config.yaml"]) == config
-        monkeypatch.chdir(other)
-        read = read_config(["--config", "../project/runs/a/config.yaml"])
-        assert read.env_path == f"{project}/x.py?level=2,math_answer"
-        assert read.model == read.actors["policy"].model == f"{project}/m"
-        assert read.data.train == f"{project}/rows/*.jsonl,org/set@train"
-        assert read.data.eval == f"easy={project}/eval.jsonl,gone.jsonl"
-        assert (read.algo.teacher, read.out) == ("org/teacher", "../project/runs/a")
-    (project / "runs/a/config.yaml").rename(project / "mine.yaml")
-    assert read_config(["--config", "../project/mine.yaml"]).env_path == config.env_path
-    # A relative --out is found also after a move.
-    monkeypatch.chdir(project)
-    keep_config(project / "runs/a", parse_config([*flags, "--out", "runs/a"]))
-    monkeypatch.chdir(other)
-    project.rename(tmp_path / "moved")
-    read = read_config(["--config", "../moved/runs/a/config.yaml"])
-    assert read.env_path == f"{tmp_path}/moved/x.py?level=2,math_answer"
 
 
 def test_help_has_a_short_line_and_the_default_of_every_flag(capsys):

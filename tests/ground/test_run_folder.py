@@ -14,10 +14,8 @@ import yaml
 import zstandard
 from kit import kill_session, start_process, words
 
-from rl_core.config import parse_config
 from rl_core.run.run_folder import drop_lost_steps, locked
 from rl_core.run.saving.checkpoint import checkpoints_in
-from rl_core.run.saving.run_files import check_resumed, keep_config
 from rl_core.tools.cli import main as rl_core_command
 from rl_core.train import main
 
@@ -28,63 +26,6 @@ def flags(places):
         f"--model {places['model']} --env_path {places['dir']}/letters.py --max_tokens 6 "
         "--tasks_per_step 2"
     )
-
-
-LORA = "--actors.policy.lora.rank"
-TRAINED = [
-    ("", f"{LORA} 4", "actors.policy.lora.rank 4", 0),
-    (f"{LORA} 4", "", "actors.policy.lora.rank 0", 4),
-    (f"{LORA} 4", f"{LORA} 8", "actors.policy.lora.rank 8", 4),
-    (
-        f"{LORA} 4 --actors.policy.lora.targets q_proj",
-        f"{LORA} 4 --actors.policy.lora.targets v_proj,q_proj",
-        "actors.policy.lora.targets q_proj,v_proj",
-        "q_proj",
-    ),
-    (
-        f"{LORA} 4 --actors.policy.lora.targets q_proj,v_proj",
-        f"{LORA} 4 --actors.policy.lora.targets v_proj,q_proj",
-        "",
-        None,
-    ),
-    (
-        "--learner.train language",
-        "--actors.policy.learner.train vision",
-        "actors.policy.learner.train vision",
-        "language",
-    ),
-    ("", "--learner.train vision,projector,language", "", None),
-    (
-        "--actors.b.model m",
-        "--actors.b.model m --actors.b.train false",
-        "actors.b.train false",
-        "true",
-    ),
-    (
-        f"{LORA} 4 --actors.b.model m --actors.b.lora.rank 2",
-        f"{LORA} 4 --actors.b.lora_base policy --actors.b.lora.rank 2",
-        "actors.b.lora_base policy",
-        "null",
-    ),
-]
-
-
-@pytest.mark.parametrize("before, after, named, was", TRAINED)
-def test_a_resume_that_trains_other_parameters_names_both_values(
-    before, after, named, was, tmp_path
-):
-    flags = words("--actors.policy.model m --env_path e.py --out", tmp_path)
-    (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
-    (tmp_path / "checkpoints/step_000001/manifest.json").touch()
-    keep_config(tmp_path, parse_config([*flags, *words(before)]))
-    config = parse_config([*flags, *words(after), "--resume"])
-    if was is None:
-        check_resumed(config)
-        return
-    flag = named.partition(" ")[0]
-    says = f"^--{named}: .* was trained with {was}, .*; resume with --{flag} {was}, or leave out"
-    with pytest.raises(ValueError, match=says):
-        check_resumed(config)
 
 
 def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, capsys):

@@ -861,39 +861,6 @@ def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(
         )
 
 
-def test_a_runs_folder_says_from_which_step_which_file_scored(tmp_path, places, capsys):
-    """The first file writes the second in its place and ends its worker, in the second step."""
-    second = f"{ROWS}\ndef reward_fn(completion): return len(completion) / 8\n"
-    first = f"""{second}
-import os
-from pathlib import Path
-calls = []
-def reward_fn(completion):
-    calls.append(completion)
-    if len(calls) > 12:
-        Path(__file__).write_text({second!r})
-        os.kill(os.getpid(), 9)
-    return len(completion) / 9
-"""
-    file = tmp_path / "changing.py"
-    file.write_text(first)
-    service = Service(file, "--workers", "1")
-    try:
-        url = service.url("changing", on_lost="replay")
-        options = ["--model", places["model"], "--env_path", url, *words(TINY.replace("6", "3", 1))]
-        out = run(
-            tmp_path / "run", *options, *words("--tasks_per_step 3 --group_size 4 --num_steps 4")
-        )
-    finally:
-        kill_session(service.process)
-    codes = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in (first, second)]
-    assert command(["info", str(out)]) == 0
-    shown = capsys.readouterr().out.partition("== hashes of served environments\n")[2].splitlines()
-    words_of = [line.split() for line in shown]
-    first_step = {code: int(step) for _, code, _, _, step in words_of}
-    assert first_step.keys() == set(codes) and first_step[codes[0]] < first_step[codes[1]]
-
-
 def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_path, capfd):
     file = tmp_path / "changing.py"
     text = (

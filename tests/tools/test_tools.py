@@ -93,14 +93,6 @@ def test_info_names_versions_extras_algorithms_and_environments(capsys, monkeypa
     )
 
 
-def test_info_of_a_run_says_how_servers_got_new_weights(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text("num_steps: 3\n")
-    rows = [{"step": 1, "sync/bob/device_mib": 1.5}, {"step": 2, "sync/bob/device_mib": 2.25}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["info", str(tmp_path)]) == 0
-    assert "  bob by device: 2.25 MiB to all servers" in capsys.readouterr().out
-
-
 def test_an_environment_that_does_not_parse_is_listed_with_its_mistake(
     tmp_path, monkeypatch, capsys
 ):

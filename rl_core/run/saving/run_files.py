@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,28 +16,18 @@ import zstandard
 from rl_core.algorithms import PRESETS
 from rl_core.config import (
     MAX_TOP_K,
-    OWN_SECTIONS,
-    STARTED,
     Config,
     flat,
-    from_sections,
     to_yaml,
 )
-from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import END, TOKENIZERS, write_whole
 from rl_core.data.tasks.row_warnings import data_warnings
-from rl_core.errors import split
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.types import JSON, JSONObject, Trajectory
 
-# Entries of flags that are dictionaries.
-ENTRIES = re.compile(
-    r"(.+\.)?chat_template_kwargs\..+|data\.columns\..+|eval\.sampling\..+"
-    rf"|actors\.[^.]+\.({'|'.join(OWN_SECTIONS)})\..+"
-)
 MAY_DIFFER = ("resume", "out", "num_steps", "num_epochs")
 
 
@@ -123,7 +112,7 @@ def jsonable(value: object) -> JSONObject | str:
 def keep_config(out: Path, config: Config) -> list[str]:
     """Writes config.yaml, or leaves the file of the first run. Returns the settings that differ, as
     `name was -> is`."""
-    text = STARTED.format(Path.cwd()) + to_yaml(without_largest_top_k(config))
+    text = to_yaml(without_largest_top_k(config))
     changes = keep_first(out / "config.yaml", text)
     return [
         f"--{name} {was} -> {value}"
@@ -145,8 +134,8 @@ def without_largest_top_k(config: Config) -> Config:
 
 def check_resumed(config: Config) -> None:
     """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints belong
-    to an algorithm with other data or another critic or to other trained parameters, or have more
-    steps than --num_steps."""
+    to an algorithm with other data or another critic, or have more steps than
+    --num_steps."""
     from rl_core.run.saving.checkpoint import checkpoints_in
 
     out = config.folder
@@ -165,14 +154,6 @@ def check_resumed(config: Config) -> None:
             f"not fit; leave out --resume and give --model {out}/hf/{config.trained[0]} with a new "
             f"--out, or resume with --algorithm {before}"
         )
-    known, settings = settings_of_parameters(from_sections(flags)), settings_of_parameters(config)
-    for name, value in settings.items():
-        if (was := known.get(name, value)) != value:
-            raise ValueError(
-                f"--{name} {value}: {out} was trained with {was}, and its checkpoints have other "
-                f"parameters; resume with --{name} {was}, or leave out --resume and begin a new "
-                f"--out with --actors.{name.split('.')[1]}.model {out}/hf/{name.split('.')[1]}"
-            )
     done = int(checkpoints[-1].name.removeprefix("step_"))
     if config.num_steps < done:
         raise ValueError(
@@ -181,36 +162,16 @@ def check_resumed(config: Config) -> None:
         )
 
 
-def settings_of_parameters(config: Config) -> dict[str, JSON]:
-    """Flag -> value of the settings that choose which parameters an actor trains."""
-    settings: dict[str, JSON] = {}
-    for name, actor in config.actors.items():
-        settings[f"actors.{name}.train"] = str(actor.is_trained).lower()
-        if not actor.is_trained:
-            continue
-        rank, base = actor.lora.rank, actor.lora_base
-        settings[f"actors.{name}.lora_base"] = "null" if base is None else base
-        settings[f"actors.{name}.lora.rank"] = rank
-        if rank:
-            targets = ",".join(sorted(set(split(actor.lora.targets))))
-            settings[f"actors.{name}.lora.targets"] = targets
-        named = split(config.of(name).learner.train) or (["language"] if rank else PARTS)
-        settings[f"actors.{name}.learner.train"] = ",".join(sorted(named))
-    return settings
-
-
 def keep_first(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
     """Writes a YAML file, or leaves the file of the first run. Returns name -> (was, is) of
-    settings that differ; settings that only one of them has are new in this version, but for
-    ENTRIES."""
+    settings that differ."""
     if not path.exists():
         write_whole(path, text)
         return {}
     before, after = flat(read_config(path)), flat(yaml.safe_load(text))
     changes = {}
     for name in dict.fromkeys([*before, *after]):
-        is_compared = name in before.keys() & after.keys() or ENTRIES.fullmatch(name)
-        if is_compared and before.get(name) != after.get(name):
+        if before.get(name) != after.get(name):
             changes[name] = before.get(name), after.get(name)
     return changes
 
