@@ -272,8 +272,8 @@ def rounded(table: Table) -> JSONObject:
 def facts(plan: Plan) -> JSONObject:
     """Data, tokens of a step, assumptions, and for each actor that learns its parameters and
     bytes on one rank."""
-    from rl_core.data.tasks.column_use import column_use
     from rl_core.data.tasks.row_lengths import left_out
+    from rl_core.data.warnings.column_use import column_use
     from rl_core.models.loading import compute_dtype
 
     config, mesh = plan.config, plan.mesh

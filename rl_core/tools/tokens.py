@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if options.rows < 1:
         raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
     say_loading()
-    from rl_core.data.tasks.row_warnings import NUM_ROWS
+    from rl_core.data.warnings.data_warnings import NUM_ROWS
     from rl_core.run.plan.plan import train_tasks
     from rl_core.scratch import scratch_prefix
 
@@ -98,8 +98,8 @@ class RowReports:
         from rl_core.data.preference_pairs import LeftOutError
         from rl_core.data.rows import row_place
         from rl_core.data.task_rows import read_row
-        from rl_core.data.tasks.column_use import read_messages
         from rl_core.data.tasks.row_lengths import is_fit
+        from rl_core.data.warnings.column_use import read_messages
 
         where, notes = row_place(index, source.files, source.split), []
         report: JSONObject = {"row": where, "notes": notes}
@@ -119,7 +119,7 @@ class RowReports:
 
     def warnings(self, source: TaskSource) -> Iterator[str]:
         """The warnings of a training run about the kept rows of `source`."""
-        from rl_core.data.tasks.row_warnings import row_warnings
+        from rl_core.data.warnings.data_warnings import row_warnings
 
         return row_warnings(self.config, [source], self.spelled, self.envs, self.chats)
 

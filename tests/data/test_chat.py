@@ -15,8 +15,8 @@ from rl_core.data.chat import Chat, TokenStream, load_chat, unmarked
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.sft_samples import sft_samples, sft_turns, shared_length
 from rl_core.data.task_rows import TaskSource
-from rl_core.data.tasks.column_use import column_use
 from rl_core.data.tool_calls import ToolCalls
+from rl_core.data.warnings.column_use import column_use
 from rl_core.engines.scripted import plain_chat
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion

@@ -13,9 +13,9 @@ from rl_core.data.chat import Chat
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.preference_pairs import LeftOutError, pair_messages
 from rl_core.data.task_rows import TaskSource, make_task, read_row
-from rl_core.data.tasks.column_use import column_use, read_messages
-from rl_core.data.tasks.row_warnings import data_warnings
 from rl_core.data.tasks.sources import train_tasks
+from rl_core.data.warnings.column_use import column_use, read_messages
+from rl_core.data.warnings.data_warnings import data_warnings
 from rl_core.engines.scripted import PLAIN_TEMPLATE, plain_chat
 from rl_core.environments.env_file import load_env
 

@@ -17,7 +17,7 @@ from rl_core.config import Config, parse_config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.task_rows import TaskSource
 from rl_core.data.tasks.eval_sets import named_sets
-from rl_core.data.tasks.row_warnings import data_warnings
+from rl_core.data.warnings.data_warnings import data_warnings
 from rl_core.run.plan.plan import make_plan
 from rl_core.tools.cli import main
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # Within a room imports have no cycles.
 FLOORS = """
 types flags algorithms errors json_limits scratch http_guard distributed metrics config sandbox
-data models sampling environments rewards data.tasks plugin models.parallel learning engines run
+data models sampling environments rewards data.tasks data.warnings plugin models.parallel learning engines run
 environments.service run.plan learners actors engines.engine_ranks trainer tools.viewer tools.api
 train tools
 """.split()

@@ -23,7 +23,6 @@ from rl_core.config import (
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.images import with_stored_images
 from rl_core.data.rows import END, TOKENIZERS, write_whole
-from rl_core.data.tasks.row_warnings import data_warnings
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.types import JSON, JSONObject, Trajectory
@@ -42,17 +41,22 @@ class RunFiles(Plugin):
         plan, out = self.trainer.plan, self.trainer.out
         for folder in ("rollouts", "checkpoints", "hf"):
             (out / folder).mkdir(parents=True, exist_ok=True)
-        for line in keep_config(out, plan.config):
+        is_new = not (out / "config.yaml").exists()
+        changes = keep_config(out, plan.config)
+        for line in changes:
             print(f"differs from {out / 'config.yaml'}: {line}", flush=True)
         codes = {env.path.partition("?")[0]: env.code() for env in plan.envs.values()}
         # A run without an environment has no such file.
         for name in keep_first(out / "env_code.yaml", yaml.safe_dump(codes)) if codes else ():
             print(f"differs from {out / 'env_code.yaml'}: {name} has changed since", flush=True)
-        spelled = plan.sft_dataset and plan.sft_dataset.spelled
-        assert plan.train is not None
-        rows = plan.train, plan.eval, spelled, plan.envs, plan.chats
-        for line in data_warnings(plan.config, plan.algorithm, *rows):
-            print(f"warning: {line}", flush=True)
+        if is_new or changes:
+            from rl_core.data.warnings.data_warnings import data_warnings
+
+            spelled = plan.sft_dataset and plan.sft_dataset.spelled
+            assert plan.train is not None
+            rows = plan.train, plan.eval, spelled, plan.envs, plan.chats
+            for line in data_warnings(plan.config, plan.algorithm, *rows):
+                print(f"warning: {line}", flush=True)
         if plan.algorithm.is_rl:
             write_tokenizers(out / "rollouts", plan.chats)
 

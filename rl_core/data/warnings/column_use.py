@@ -28,7 +28,7 @@ from rl_core.data.task_rows import (
     row_tools,
     row_variables,
 )
-from rl_core.data.tasks.row_remarks import (
+from rl_core.data.warnings.row_remarks import (
     ABOUT,
     ReadRow,
     image_remarks,

@@ -11,7 +11,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.messages import shorten
 from rl_core.data.rows import row_place
 from rl_core.data.task_rows import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
-from rl_core.data.tasks.column_use import NUM_ROWS, column_use, fix_of
+from rl_core.data.warnings.column_use import NUM_ROWS, column_use, fix_of
 from rl_core.sampling.env import Env
 
 MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
