@@ -3,8 +3,8 @@ and gradient norm.
 
 It begins at the newest checkpoint before the step, or at the model with which the run began, and
 learns the steps between again from their rollouts. With --algorithm, --algo.*, --optim.*,
---learner.updates_per_epoch, --learner.epochs or --critic.* the step itself is learned with another
-objective. Nothing in the run's folder changes but tokens/, which --tokens writes.
+--learner.updates_per_epoch, --learner.epochs or --critic.* a step after a checkpoint is learned with
+another objective. Nothing in the run's folder changes but tokens/, which --tokens writes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.config import Config, LearnerConfig, given_flags, parse_config
+from rl_core.config import Config, given_flags, parse_config
 from rl_core.config.flag_parsing import flags_in
 from rl_core.tools.show import files_of
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from rl_core.algorithms import Algorithm
     from rl_core.distributed import Ranks
     from rl_core.learning.learner import Learner
     from rl_core.metrics import Metric
-    from rl_core.models.policy import Policy
     from rl_core.run.plan.plan import Plan
     from rl_core.types import JSONObject, PackedBatch, TrainingSample, Trajectory
 
@@ -108,8 +104,13 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
     config, other = read_flags(run, flags)
     quiet()
     recorded = recorded_metrics(run)
-    plan, asked = plan_learning(*load_envs(config)), plan_learning(*load_envs(other))
+    plan = plan_learning(*load_envs(other))
     first, checkpoint = checkpoint_before(run, step)
+    if other != config and step != first + 1:
+        raise ValueError(
+            f"--step {step}: another objective needs the checkpoint of the step before, and the "
+            f"newest one is of step {first}; give --step {first + 1}"
+        )
     files = {number: files_of(run, number, False) for number in (step, *range(first + 1, step))}
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), device_name=config.device)
     learners = load_learners(plan, ranks, checkpoint)
@@ -118,12 +119,9 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         _, trajectories = read_step(files[number], ranks)
         metrics = learn(plan, learners, trajectories, number, ranks)
         differences += [difference(metrics[n], recorded[number].get(n)) for n in compared(metrics)]
-    if other != config:
-        for name, learner in learners.items():
-            learners[name] = with_objective(learner, other.of(name), asked.algorithms[name])
     parts, trajectories = read_step(files[step], ranks)
     values: dict[int, Values] | None = {} if has_tokens else None
-    metrics = learn(asked, learners, trajectories, step, ranks, values)
+    metrics = learn(plan, learners, trajectories, step, ranks, values)
     if values is not None:
         write_tokens(run / "tokens", parts, values)
     close_ranks(ranks)
@@ -346,79 +344,6 @@ def line_of(t: Trajectory, values: dict[int, Values]) -> JSONObject:
     turns = [values.get(turn.completion.policy_version, {}) for turn in t.turns]
     names = ("task_id", "group_id", "index", "actor", "seat")
     return {name: getattr(t, name) for name in names} | {"turns": turns}
-
-
-def with_objective(old: Learner, config: Config, algorithm: Algorithm) -> Learner:
-    """A learner of the same weights. A critic is kept; a new one begins as the policy did."""
-    from rl_core.learners import make_policy
-    from rl_core.learning.extensions import COMMON, OF_ALGORITHM, build_learner
-    from rl_core.learning.kl import Reference
-    from rl_core.learning.learner import LearnerContext
-    from rl_core.learning.moe import Experts
-    from rl_core.learning.options import OPTIMIZERS
-    from rl_core.learning.padded_forward import choose_forward
-    from rl_core.learning.ppo import Critic
-    from rl_core.learning.router_replay import RouterReplay
-    from rl_core.learning.sequence_shards import SequenceShards
-    from rl_core.models.loading import compute_dtype
-
-    name, ranks, policy = old.name, old.ranks, old.policy
-    reference = next((each for each in old.extensions if isinstance(each, Reference)), None)
-    critic = next((each for each in old.extensions if isinstance(each, Critic)), None)
-    compared_with = old.config.algo.reference or old.config.actors[name].model
-
-    def load(
-        path: str,
-        is_frozen: bool = False,
-        is_scoring: bool = False,
-        learner: LearnerConfig | None = None,
-    ) -> Policy:
-        if is_frozen and reference and path == compared_with:
-            return reference.policy
-        if critic and not is_frozen:
-            return critic.learner.policy
-        return make_policy(
-            path,
-            compute_dtype(config),
-            ranks,
-            learner,
-            is_scoring=is_scoring,
-            is_frozen=is_frozen,
-            attention=config.attention,
-        )
-
-    context = LearnerContext(
-        config=config,
-        algorithm=algorithm,
-        name=name,
-        policy=policy,
-        adapter=old.adapter,
-        ranks=ranks,
-        load=load,
-        make_optimizer=OPTIMIZERS[config.optim.name](),
-    )
-    # Extensions of the model and the mesh stay.
-    kept = [e for e in old.extensions if isinstance(e, (Experts, RouterReplay, SequenceShards))]
-    new = build_learner(context, kept, (*COMMON, *OF_ALGORITHM))
-    known_copies = {copy.name: copy for extension in old.extensions for copy in extension.copies}
-    for copy in [copy for extension in new.extensions for copy in extension.copies]:
-        if copy.name in known_copies:
-            copy.take(known_copies[copy.name])
-    for model in set(new.models()) - set(old.models()):
-        choose_forward(model, ranks)
-    known = {learner.name: learner.optimizer for learner in old.trained()}
-    for learner in new.trained():
-        optimizer = known.get(learner.name)
-        if optimizer is not None and type(learner.optimizer) is type(optimizer):
-            keep_state(learner.optimizer, optimizer)
-    return new
-
-
-def keep_state(new: Optimizer, old: Optimizer) -> None:
-    for group, same in zip(new.param_groups, old.param_groups, strict=True):
-        for parameter, before in zip(group["params"], same["params"], strict=True):
-            if before in old.state:
-                new.state[parameter] = old.state[before]
 
 
 def compared(metrics: dict[str, float]) -> list[str]:

@@ -100,8 +100,8 @@ def test_another_algorithm_has_the_advantages_of_the_recorded_rewards(places, tm
     assert result["replayed"]["learn/policy/loss"] == pytest.approx(
         total / (num * 10 * 3), rel=1e-5, abs=1e-9
     )
-    with_kl = replayed(capsys, out, "--step 2 --algorithm ppo --algo.kl_coef 0.5")
-    assert {"learn/policy/ref_kl_nats", "learn/policy/critic_loss"} <= with_kl["replayed"].keys()
+    with_kl = replayed(capsys, out, "--step 2 --algo.kl_coef 0.5")
+    assert "learn/policy/ref_kl_nats" in with_kl["replayed"]
     file = out / "rollouts/step_000002.jsonl.zst"
     # No group has a signal.
     lines = "".join(json.dumps(row | {"reward": 1.0}) + "\n" for row in read_json(file))
@@ -167,11 +167,12 @@ def by_transformers(model, turn: dict) -> tuple[torch.Tensor, torch.Tensor]:
     [
         ("--step 1 --max_tokens 5", "--max_tokens is for sampling, or for more than one step"),
         ("--step 1 --algorithm sft", "--algorithm sft: replay is for reinforcement learning"),
+        ("--step 2 --algo.clip_low 0.1", "needs the checkpoint of the step before"),
         ("--step 3", "--step 3: no episodes in"),
-        ("--step 0", "steps with step episodes: 1"),
+        ("--step 0", "steps with step episodes: 1, 2"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(flags, says, places, tmp_path, capsys):
-    out = run(tmp_path / "run", ASK.format(**places), "--num_steps 1")
+    out = run(tmp_path / "run", ASK.format(**places), "--num_steps 2 --save_every 2")
     assert main(words("replay", out, flags)) == 1
     assert says in capsys.readouterr().err
