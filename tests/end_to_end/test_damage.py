@@ -151,22 +151,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not
     assert of_two_ranks == {"step_000001.rank_00001.jsonl.zst"}
 
 
-def test_checkpoints_without_checksums_are_loaded(flags, tmp_path):
-    """Commit 606b620 and those before wrote sizes alone."""
-    full, parts = (
-        run(tmp_path / "whole", flags, "--num_steps 2"),
-        run(tmp_path / "parts", flags, "--num_steps 1"),
-    )
-    file = parts / "checkpoints/step_000001/manifest.json"
-    sizes = {
-        name: {"bytes": facts["bytes"]}
-        for name, facts in json.loads(file.read_text())["files"].items()
-    }
-    file.write_text(json.dumps({"files": sizes}))
-    run(parts, flags, "--num_steps 2 --resume")
-    assert_same_weights(full, parts)
-
-
 def test_a_damaged_checkpoint_takes_the_place_of_no_good_one(saved, checkpoints):
     learner = saved[1]
     os.rename(checkpoints / "step_000002", checkpoints / "step_000009")
