@@ -5,21 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
-from rl_core.data.image_families import load_family
+from rl_core.data.vision_models import load_family
 from rl_core.distributed import Ranks
 from rl_core.engines.options import engine_factory
 from rl_core.errors import split
-from rl_core.learning import lora
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.options import OPTIMIZERS, learning_order
 from rl_core.learning.padded_forward import choose_forward
-from rl_core.learning.truncation import support_logprobs
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config
 from rl_core.models.options import (
@@ -28,9 +28,7 @@ from rl_core.models.options import (
     choose_logprob_kernel,
     use_cpu_decoder,
 )
-from rl_core.models.parallel import fsdp
 from rl_core.models.policy import PackedForward, Policy, blocks_of, freeze_parts, without_dropout
-from rl_core.models.vision import Vision
 from rl_core.plugin import CustomComponents
 from rl_core.types import counter_seed
 
@@ -165,6 +163,8 @@ def make_policy(
     make: Callable[..., Policy] = Policy
     quantized, weights = {}, {}
     if adapters:
+        from rl_core.learning import lora
+
         parts = split(learner.train) or lora.LANGUAGE
         make = partial(lora.AdapterPolicy, adapters, path, is_served, parts)
         quantized = lora.quantization(adapters, dtype, ranks.device)
@@ -173,6 +173,8 @@ def make_policy(
 
         make = TensorParallelPolicy
     if is_split and not quantized:
+        from rl_core.models.parallel import fsdp
+
         hf, weights = fsdp.load_on_meta(path, dtype_held, is_scoring)
     else:
         hf = load_hf_model(path, dtype_held, ranks.device, is_scoring, **quantized)
@@ -193,21 +195,35 @@ def make_policy(
     )
     family = load_family(path, max_image_pixels)
     if not isinstance(family, str):
+        from rl_core.models.vision import Vision
+
         policy.vision = Vision(family, hf, dtype)
     if learner.train and not adapters and hasattr(hf.config, "vision_config"):
         freeze_parts(hf, split(learner.train))
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
+        from rl_core.models.parallel import fsdp
+
         fsdp.shard_policy(policy, dtype, ranks, cpu_offload)
     if weights:
         weights_on = torch.device("cpu") if cpu_offload else ranks.device
+        from rl_core.models.parallel import fsdp
+
         fsdp.load_shards(policy, weights, ranks.device, weights_on)
     for name, (_, seed) in adapters.items():
+        from rl_core.learning import lora
+
         lora.draw_adapter(hf, seed, name)
     if learner.kernels == "compile":
         compile_blocks(policy)
     use_cpu_decoder(policy, learner)
     return policy
+
+
+def support_logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from rl_core.learning.truncation import support_logprobs
+
+    return support_logprobs(*arguments)
 
 
 def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:

@@ -56,13 +56,12 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         gc.disable()
         from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
         from rl_core.learners import is_sharded
-        from rl_core.run.plan.plan import make_plan
-        from rl_core.run.plan.rank_agreement import check_ranks_agree
+        from rl_core.run.plan.plan import make_plan, num_ranks
         from rl_core.run.run_folder import keeping_failure, locked
-        from rl_core.sandbox.box_remote import SERVICES
+        from rl_core.sandbox.run_flags import end_boxes
         from rl_core.trainer import Trainer, run_to_end
 
-        at_end.callback(SERVICES.close)
+        at_end.callback(end_boxes)
         plan = make_plan(config)
         assert config.out
         gc.freeze()
@@ -72,7 +71,10 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups, config.device)
         with explain_timeouts("start, log or save", ranks, config.timeout_s):
             barrier(ranks)  # Every rank has checked that the folder is free.
-            check_ranks_agree(plan, ranks)
+            if num_ranks() > 1:
+                from rl_core.run.plan.rank_agreement import check_ranks_agree
+
+                check_ranks_agree(plan, ranks)
             with (
                 locked(Path(config.out)) if ranks.is_writer else nullcontext(),
                 keeping_failure(Path(config.out), ranks.is_writer),

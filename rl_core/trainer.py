@@ -43,7 +43,6 @@ from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
 from rl_core.run.plan.plan import Plan
 from rl_core.run.run_folder import RunLog
-from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.sampling.actor import Speaker
 from rl_core.sampling.options import make_worker
 from rl_core.sampling.rollout import Group, make_group, sorted_trajectories
@@ -68,10 +67,14 @@ class Trainer:
         checkpoints = self.out / "checkpoints"
         self.checkpoint = None
         if config.resume:
+            from rl_core.run.saving.resume import newest_intact
+
             self.checkpoint = newest_intact(checkpoints, ranks)
         self.learners = make_learners(config, plan.local_algorithms, ranks, plan.custom)
         state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
+            from rl_core.run.saving.resume import load_checkpoint
+
             state = load_checkpoint(self.checkpoint, self.learners, True)
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)

@@ -21,9 +21,10 @@ from script_tools import make_parser
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config, parse_config
-from rl_core.data.image_families import PIXEL_CACHE_BYTES, load_family
+from rl_core.data.image_families import PIXEL_CACHE_BYTES
 from rl_core.data.images import read_image
 from rl_core.data.pretrained import from_config
+from rl_core.data.vision_models import load_family
 from rl_core.distributed import init_ranks
 from rl_core.learners import is_sharded, make_learner
 from rl_core.learning.activation_memory import activation_bytes

@@ -21,9 +21,8 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from rl_core.data.image_families import ImageFamily, load_family
 from rl_core.data.images import images_of, shown_image
 from rl_core.data.messages import is_filled, text_of, with_text_arguments
 from rl_core.data.pretrained import Tokenizer, load_pretrained
@@ -31,8 +30,12 @@ from rl_core.data.rendering import PROBE, Rendering, ShapeCheck, template_variab
 from rl_core.data.rows import check_exists
 from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
+from rl_core.data.vision_models import load_family
 from rl_core.errors import nearest
 from rl_core.types import JSON, Completion, InputImage, JSONObject, Message, Turn
+
+if TYPE_CHECKING:
+    from rl_core.data.image_families import ImageFamily
 
 T = TypeVar("T")
 

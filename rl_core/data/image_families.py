@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -609,22 +609,8 @@ def num_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@lru_cache(8)
-def load_family(path: str, max_pixels: int | None = None) -> ImageFamily | str:
-    """The family of the model at `path`, shared by all that read its images; for a model that does
-    not see, the reason. `max_pixels`: larger images are resized."""
-    from transformers import AutoConfig
-
-    try:
-        config = load_pretrained(AutoConfig, path)
-    except (OSError, ValueError) as error:  # A folder of a tokenizer has none.
-        reason = str(error).splitlines()[0]
-        return f"config.json of model {path} is missing, or needs custom code ({reason})"
-    if not hasattr(config, "vision_config"):
-        return (
-            f"model {path} ({config.model_type}) reads text alone; take a model that sees, or "
-            "remove the images"
-        )
+def make_family(config: PretrainedConfig, path: str, max_pixels: int | None) -> ImageFamily | str:
+    """The family of a model that sees, or the reason why its images are not read."""
     kind = FAMILIES.get(config.model_type)
     if kind is None:
         reason = REFUSED.get(config.model_type, "")

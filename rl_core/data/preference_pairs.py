@@ -15,10 +15,11 @@ from torch.utils.data import ConcatDataset
 from rl_core.data.chat import Chat
 from rl_core.data.images import SIDE_IMAGES
 from rl_core.data.messages import as_context, text_of
-from rl_core.data.sft_samples import row_chat, sft_samples, shared_length
+from rl_core.data.sft_samples import sft_samples, shared_length
 from rl_core.data.task_rows import (
     column_messages,
     prompt_messages,
+    row_chat,
     row_tools,
     shorten,
     with_opening,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -49,16 +46,3 @@ def command_of(name: str, recipe: Recipe) -> str:
 
 def short_name(name: str) -> str:
     return name.rpartition("/")[2].lower()
-
-
-@contextmanager
-def naming_recipes(source: str) -> Iterator[None]:
-    """Adds the recipes of the sets in `source`, a value of --data.train, to ValueErrors."""
-    try:
-        yield
-    except ValueError as error:
-        names = [re.split("[:@]", name.strip())[0] for name in source.split(",")]
-        hints = [f"rl-core datasets {name}" for name in names if name in recipes()]
-        if not hints:
-            raise
-        raise ValueError(f"{error}. The command for this set: {', '.join(hints)}") from error

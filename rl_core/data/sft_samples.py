@@ -23,8 +23,8 @@ from rl_core.data.task_rows import (
     PROMPT_COLUMNS,
     column_messages,
     first_column,
+    row_chat,
     row_tools,
-    row_variables,
     with_opening,
 )
 from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
@@ -61,16 +61,6 @@ def sft_samples(
         if sample.loss_mask.any():
             samples.append(sample)
     return samples
-
-
-def row_chat(chat: Chat, row: Row) -> Chat:
-    """The chat with a row's `chat_template_kwargs`. Raises ValueError if its template does not read
-    them."""
-    variables = row_variables(row)
-    name = "chat_template_kwargs"
-    fix = f": remove it, or ignore the column by --data.columns my_{name}={name}"
-    chat.check_variables(variables, f"column {name!r}", fix)
-    return chat.with_variables(variables)
 
 
 def as_sampled(

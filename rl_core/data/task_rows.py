@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from rl_core.data.row_forms import conversation_in, read_form
 from rl_core.data.rows import data_folder, row_place, row_source
 from rl_core.errors import nearest
 from rl_core.types import JSON, JSONObject, Message, Row, Task, counter_seed
+
+if TYPE_CHECKING:
+    from rl_core.data.chat import Chat
 
 # Columns of the first messages; the first of these columns that a row has is used.
 PROMPT_COLUMNS = (
@@ -183,6 +186,27 @@ def row_variables(row: Row) -> JSONObject:
             f"{shorten(column)}{renaming('chat_template_kwargs')}"
         )
     return {name: each for name, each in value.items() if each is not None}
+
+
+def row_chat(chat: Chat, row: Row) -> Chat:
+    """The chat with a row's `chat_template_kwargs`. Raises ValueError if its template does not read
+    them."""
+    variables = row_variables(row)
+    name = "chat_template_kwargs"
+    fix = f": remove it, or ignore the column by --data.columns my_{name}={name}"
+    chat.check_variables(variables, f"column {name!r}", fix)
+    return chat.with_variables(variables)
+
+
+def fits(text: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
+    """True if `length` is at most `limit`. Raises ValueError if it is longer and such rows are not
+    left out. The error names `text`, which was measured, and puts `bound` before the length."""
+    if length > limit and not skip_long:
+        raise ValueError(
+            f"{text} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
+            "rows out with --data.skip_long"
+        )
+    return length <= limit
 
 
 def shown_columns(task: Task) -> dict[str, str]:

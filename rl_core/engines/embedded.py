@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from rl_core.config import Config
-from rl_core.engines.grammars import Grammars, failure, masked_logits
 from rl_core.engines.kv_slots import (
     RowParams,
     Sight,
@@ -40,15 +39,15 @@ from rl_core.engines.kv_slots import (
     sample,
 )
 from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
-from rl_core.engines.weights import load_weights
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.loading import max_positions
-from rl_core.models.vision import Vision
 from rl_core.sampling.engine import Engine, EngineSpec, WeightOwner
 from rl_core.types import Completion, InputImage, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from rl_core.engines.grammars import Grammars
 
 PREFILL_TOKENS = 8192  # padded tokens in one prefill forward: bounds its activations
 # A shorter common prefix of two conversations is computed again: copying it would need a separate
@@ -192,7 +191,11 @@ class EmbeddedEngine(Engine):
         assert settings is not None
         self._slots = settings.sampler(model)
         self._recorder = settings.recorder(model) if settings.recorder else None
-        self._vision = None if spec.vision is None else Vision(spec.vision, model)
+        self._vision = None
+        if spec.vision is not None:
+            from rl_core.models.vision import Vision
+
+            self._vision = Vision(spec.vision, model)
         self._parked_room = 0  # tokens
         if self._slots.is_batched:
             self._fit_memory(spec)
@@ -270,6 +273,8 @@ class EmbeddedEngine(Engine):
 
     def _matcher(self, params: SamplingParams, completion: Completion) -> LLMatcher:
         if self._grammars is None:
+            from rl_core.engines.grammars import Grammars
+
             assert self.tokenizer is not None
             num_ids = len(head_weight(self.model))
             self._grammars = Grammars(self.tokenizer, num_ids)
@@ -292,6 +297,8 @@ class EmbeddedEngine(Engine):
             self.adapter_versions[adapter] = version
         else:
             if weights is not None:
+                from rl_core.engines.weights import load_weights
+
                 load_weights(self.model, weights)
             self.version = version
 
@@ -651,6 +658,8 @@ class EmbeddedEngine(Engine):
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
         logits = self._slots.logits(hidden)
         if any(request.matcher for request in requests):
+            from rl_core.engines.grammars import masked_logits
+
             logits = masked_logits(logits, [request.matcher for request in requests])
         return sample(logits, uniforms, rows)
 
@@ -699,8 +708,11 @@ class EmbeddedEngine(Engine):
     def _finish(self, request: GenerationRequest) -> None:
         if request.session and self._slots.is_batched:
             self._park(request)
-        if request.matcher is not None and (error := failure(request.matcher)):
-            request.future.set_exception(ValueError(error))
+        if request.matcher is not None:
+            from rl_core.engines.grammars import failure
+
+            if error := failure(request.matcher):
+                request.future.set_exception(ValueError(error))
         if not request.future.done():
             completion = request.completion
             if self.tokenizer is not None:

@@ -14,9 +14,7 @@ from torch import Tensor
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import MPS, Ranks
-from rl_core.engines.weights import load_weights
 from rl_core.learning.learner import Learner
-from rl_core.learning.optimizers import missing_state_bytes
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import (
     RESENT_BY_RANKS,
@@ -161,6 +159,8 @@ class EngineFactory:
         by_owner: dict[str, Engine | None] = {}
 
         def reserved() -> float:
+            from rl_core.learning.optimizers import missing_state_bytes
+
             return sum(map(missing_state_bytes, learners.values()))
 
         for name in self.local:
@@ -264,6 +264,8 @@ class EngineFactory:
         module = load_hf_model(path, compute_dtype(self.config.of(name)), ranks.device)
         if policy is not None and policy.is_served and policy.is_quantized:
             # The adapters are trained on the dequantized weights.
+            from rl_core.engines.weights import load_weights
+
             load_weights(module, policy.named_weights())
         return module
 

@@ -32,12 +32,10 @@ class RankGroup:
         return f"ranks {','.join(map(str, self.ranks))}"
 
 
-def rank_groups_of(config: Config, num_ranks: int) -> list[RankGroup]:
-    """All ranks with their actors; none if no actor has separate ranks. Ranks that play episodes
+def make_rank_groups(config: Config, num_ranks: int) -> list[RankGroup]:
+    """All ranks with their actors. Ranks that play episodes
     are first: they have the actors without separate ranks. Raises ValueError for ranks that do not
     exist, that overlap in part, or that the mesh does not divide."""
-    if not any(actor.ranks for actor in config.actors.values()):
-        return []
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     left: list[str] = []
     for name in config.actors:

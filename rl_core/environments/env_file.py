@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import CHECKED_ROWS, is_trajectory, row_place
-from rl_core.data.tables import without_null_keys
 from rl_core.data.task_rows import (
     CONTEXT_COLUMNS,
     PROMPT_COLUMNS,
@@ -222,7 +221,12 @@ def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[Row]:
         if inspect.iscoroutine(rows):
             rows = asyncio.run(rows)
         refuse_none(rows, "load_tasks()", path)
-        rows = without_null_keys(rows if hasattr(rows, "column_names") else list(rows))
+        if hasattr(rows, "column_names"):
+            from rl_core.data.tables import without_null_keys
+
+            rows = without_null_keys(rows)
+        else:
+            rows = list(rows)
     except Exception as error:
         raise ValueError(
             f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}"

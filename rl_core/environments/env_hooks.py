@@ -23,6 +23,7 @@ from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import TurnLoop, checked
 from rl_core.sampling.hooks import Hook, describe_error
+from rl_core.sandbox import run_flags
 from rl_core.types import Task, Trajectory
 
 AGENT_TURNS = 64  # Default max_turns of agents, if as many turns fit into the context.
@@ -96,6 +97,8 @@ def machine_check(has: dict[str, object]) -> Callable[[], object] | None:
     """A check for the boxes that a file uses: by `box`, by an import of `boxes`, or by an import of
     a function whose module has that import. Also for its sandboxes, if their programs run in remote
     boxes or this is not Linux."""
+    if not run_flags.is_imported and "box" not in has:
+        return None
     from rl_core.sandbox import boxes
     from rl_core.sandbox.sandbox import Sandbox
 

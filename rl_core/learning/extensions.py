@@ -1,87 +1,88 @@
-"""Extensions of a learner: when each is used, and how it is made."""
+"""Extensions of a learner: when each is used, and how it is made. Modules of unused extensions are
+not imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from rl_core.learning.fp16 import LossScale
-from rl_core.learning.gradient_averaging import GradientAveraging
-from rl_core.learning.kl import KLPenalty, make_reference
 from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension
-from rl_core.learning.moe import Experts, find_routers
 from rl_core.learning.options import pair_loss
-from rl_core.learning.ppo import make_critic
-from rl_core.learning.router_replay import RouterReplay
-from rl_core.learning.sequence_shards import SequenceShards
-from rl_core.learning.teachers.build_teacher import make_teacher
-from rl_core.learning.truncation import TruncationSupport
-from rl_core.learning.whitening import BatchWhitening
 from rl_core.models.loading import compute_dtype
-
-# (is it used?, what makes it).
-ExtensionOption = tuple[
-    Callable[[LearnerContext], object], Callable[[LearnerContext], LearnerExtension]
-]
+from rl_core.models.routers import find_routers
 
 
-def has_routers(c: LearnerContext) -> bool:
-    """True if hooks of the model's routers work; torch.compile would trace them."""
-    return c.config.learner.kernels != "compile" and bool(find_routers(c.policy.hf)[1])
+def common(c: LearnerContext) -> Iterator[LearnerExtension]:
+    """Extensions of policies and critics."""
+    if c.ranks.size > 1:
+        from rl_core.learning.gradient_averaging import GradientAveraging
+
+        yield GradientAveraging()
+    if compute_dtype(c.config) == torch.float16:
+        from rl_core.learning.fp16 import LossScale
+
+        yield LossScale()
 
 
-def replays_routers(c: LearnerContext) -> bool:
-    return c.config.actors[c.name].router_replay and has_routers(c)
+def of_algorithm(c: LearnerContext) -> Iterator[LearnerExtension]:
+    algorithm = c.algorithm
+    if algorithm.needs_reference:
+        from rl_core.learning.kl import make_reference
+
+        yield make_reference(c)
+    if algorithm.has_critic:
+        from rl_core.learning.ppo import make_critic
+
+        yield make_critic(c, list(common(c)))
+    if algorithm.penalises_advantages:
+        from rl_core.learning.kl import KLPenalty
+
+        yield KLPenalty(algorithm)
+    if algorithm.teacher:
+        from rl_core.learning.teachers.build_teacher import make_teacher
+
+        yield make_teacher(c)
+    if algorithm.normalize == "batch":
+        from rl_core.learning.whitening import BatchWhitening
+
+        yield BatchWhitening(c.ranks)
+    if algorithm.is_rl and c.config.sampling.top_k:
+        from rl_core.learning.truncation import TruncationSupport
+
+        yield TruncationSupport(c.name)
 
 
-def make_experts(c: LearnerContext) -> LearnerExtension:
-    return Experts(c.policy, c.ranks, c.config.actors[c.name].router_aux_loss_coef)
+def of_model(c: LearnerContext) -> Iterator[LearnerExtension]:
+    # torch.compile would trace hooks of routers.
+    if c.config.learner.kernels != "compile" and find_routers(c.policy.hf)[1]:
+        from rl_core.learning.moe import Experts
 
+        actor = c.config.actors[c.name]
+        yield Experts(c.policy, c.ranks, actor.router_aux_loss_coef)
+        if actor.router_replay:
+            from rl_core.learning.router_replay import RouterReplay
 
-# Extensions see batches in this order. Critics have the common ones too.
-COMMON: tuple[ExtensionOption, ...] = (
-    (lambda c: c.ranks.size > 1, lambda c: GradientAveraging()),
-    (lambda c: compute_dtype(c.config) == torch.float16, lambda c: LossScale()),
-)
-OF_ALGORITHM: tuple[ExtensionOption, ...] = (
-    (lambda c: c.algorithm.needs_reference, make_reference),
-    (lambda c: c.algorithm.has_critic, lambda c: make_critic(c, choose_extensions(c, COMMON))),
-    (lambda c: c.algorithm.penalises_advantages, lambda c: KLPenalty(c.algorithm)),
-    (lambda c: c.algorithm.teacher, make_teacher),
-    (lambda c: c.algorithm.normalize == "batch", lambda c: BatchWhitening(c.ranks)),
-    (
-        lambda c: c.algorithm.is_rl and c.config.sampling.top_k,
-        lambda c: TruncationSupport(c.name),
-    ),
-)
-OF_MODEL: tuple[ExtensionOption, ...] = (
-    (has_routers, make_experts),
-    (replays_routers, lambda c: RouterReplay(c.policy.hf)),
-    (lambda c: c.ranks.mesh.cp > 1, lambda c: SequenceShards(c.ranks)),
-)
-EXTENSIONS: tuple[ExtensionOption, ...] = (*COMMON, *OF_ALGORITHM, *OF_MODEL)
+            yield RouterReplay(c.policy.hf)
+    if c.ranks.mesh.cp > 1:
+        from rl_core.learning.sequence_shards import SequenceShards
 
-
-def choose_extensions(
-    context: LearnerContext, options: Iterable[ExtensionOption] = EXTENSIONS
-) -> list[LearnerExtension]:
-    return [make(context) for is_used, make in options if is_used(context)]
+        yield SequenceShards(c.ranks)
 
 
 def build_learner(
-    context: LearnerContext,
-    kept: Sequence[LearnerExtension] = (),
-    options: Iterable[ExtensionOption] = EXTENSIONS,
+    context: LearnerContext, kept: Sequence[LearnerExtension] | None = None
 ) -> Learner:
-    """A learner with a new optimizer, the extensions of `options`, and the extensions `kept`."""
+    """A learner with a new optimizer and its extensions, which see batches in the order of this
+    file. `kept`: extensions of the model and the mesh, instead of new ones."""
+    last = of_model(context) if kept is None else kept
     return Learner(
         context.config,
         context.algorithm,
         context.policy,
         context.ranks,
         context.make_optimizer,
-        extensions=[*choose_extensions(context, options), *kept],
+        extensions=[*common(context), *of_algorithm(context), *last],
         loss=pair_loss(context.algorithm),
         token_loss=context.token_loss,
         name=context.name,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ from rl_core.algorithms import Algorithm, kl_estimate, token_losses
 from rl_core.config import Config, OptimConfig
 from rl_core.data.packing import PackBudget
 from rl_core.distributed import Ranks, local
-from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.learning.no_grad_batches import join_batches, num_joined, split_annotations
 from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.policy import Outputs, Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
+
+if TYPE_CHECKING:
+    from rl_core.learning.lagged_copy import WeightSnapshot
 
 TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.
 MAX_NONFINITE = 3  # Maximum of skipped updates in a row.
@@ -124,6 +126,8 @@ class LearnerContext:
         return self.config.sampling.temperature if self.algorithm.is_rl else 1.0
 
     def snapshot(self, name: str, every: int = 0, decay: float = 0.0) -> WeightSnapshot:
+        from rl_core.learning.lagged_copy import WeightSnapshot
+
         return WeightSnapshot(
             self.policy,
             self.adapter,
@@ -193,13 +197,18 @@ class Learner:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
         ratio is 1 by definition), and calls annotate() of the extensions: reference logprobs,
         values, GAE advantages. Returns their metrics."""
+        is_reused = self.algorithm.is_rl and self.updates_per_step > 1
+        if not is_reused and not self.extensions:
+            return {}
+        from rl_core.learning.no_grad_batches import join_batches, num_joined, split_annotations
+
         num = num_joined(self.config.learner, self.policy, self.ranks.mesh.tp)
         separate = [batch for minibatch in minibatches for batch in minibatch.batches]
         # All ranks have equally many batches, and so equally many joined ones.
         chunks = [separate[i : i + num] for i in range(0, len(separate), num)]
         batches = [join_batches(chunk) for chunk in chunks]
         metrics: Metrics = {}
-        if self.algorithm.is_rl and self.updates_per_step > 1:
+        if is_reused:
             for batch in batches:
                 batch.old_logprobs = self.forward(batch)[0]
         for extension in self.extensions:

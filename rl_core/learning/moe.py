@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
@@ -27,7 +26,8 @@ from rl_core.learning.learner import Learner, LearnerExtension
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.models.loading import on_meta
-from rl_core.models.policy import Policy, backbone
+from rl_core.models.policy import Policy
+from rl_core.models.routers import find_routers
 from rl_core.types import PackedBatch
 
 TOPK = (torch.topk, Tensor.topk)
@@ -109,17 +109,6 @@ class Routers:
         if not self.is_sigmoid or self.has_loss:
             return logits.softmax(-1)
         return logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
-
-
-def find_routers(hf: PreTrainedModel) -> tuple[OutputRecorder | None, list[nn.Module]]:
-    """(transformers' recorder of router outputs, routers by layer); (None, []) for a model without
-    experts."""
-    text = backbone(hf)
-    recorder = (getattr(text, "_can_record_outputs", None) or {}).get("router_logits")
-    if not isinstance(recorder, OutputRecorder):
-        return None, []
-    routers = [m for m in text.modules() if isinstance(m, recorder.target_class)]
-    return recorder, [router for router in routers if hasattr(router, "num_experts")]
 
 
 def check_experts(config: Config, name: str, model_config: PretrainedConfig) -> None:

@@ -8,6 +8,7 @@ Legend: N rows of at most L tokens, T tokens of a packed batch, M trained tokens
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from rl_core.data.image_families import ImageFamily
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks
 from rl_core.learning.minibatches import to_device
@@ -24,6 +24,9 @@ from rl_core.models import attention
 from rl_core.models.attention import set_attention
 from rl_core.models.policy import ForwardPass, Outputs, Policy
 from rl_core.types import PackedBatch, TrainingSample
+
+if TYPE_CHECKING:
+    from rl_core.data.image_families import ImageFamily
 
 PACKABLE = {"full_attention", "sliding_attention"}
 # Samples that probe a model's attention and head: tokens before the trained ones, length, and step

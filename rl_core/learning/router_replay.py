@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from rl_core.config import Config
 from rl_core.learning.learner import LearnerExtension
-from rl_core.learning.moe import find_routers
+from rl_core.models.routers import find_routers
 from rl_core.types import PackedBatch, TrainingSample
 
 OWN = -1  # Marks a token whose experts the learner chooses.

@@ -21,12 +21,13 @@ from rl_core.distributed import Ranks, local, unsharded
 from rl_core.models.attention import AttentionPlan, Kernel
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
-from rl_core.models.vision import Vision, VisionInputs
 from rl_core.models.weight_gathering import gathered_weights
 from rl_core.types import PackedBatch
 
 if TYPE_CHECKING:
     import peft
+
+    from rl_core.models.vision import Vision
 
 # Names of modules that map features of the vision tower to the language model's width.
 PROJECTOR = re.compile(r"merger|projector|connector|embed_vision|image_newline")
@@ -62,13 +63,14 @@ class PackedForward:
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
-        inputs = batch if policy.vision is None else policy.vision.packed(batch, policy.is_sharded)
+        seen = policy.vision and policy.vision.packed(batch, policy.is_sharded)
+        inputs = seen or batch
         ids, positions = inputs.input_ids[None], inputs.position_ids[..., None, :]
         plan = AttentionPlan(inputs.cu_seqlens, inputs.parents, self.kernel, ids.device)
         more = {}
-        if isinstance(inputs, VisionInputs):
-            more = inputs.tensors
-            plan.see_ahead(inputs.blocks, inputs.in_full_attention)
+        if seen:
+            more = seen.tensors
+            plan.see_ahead(seen.blocks, seen.in_full_attention)
         hidden_1TD = policy.hidden_states(
             input_ids=ids, position_ids=positions, attention_plan=plan, **more
         )

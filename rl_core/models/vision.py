@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from rl_core.data.image_families import ImageFamily
 from rl_core.types import InputImage, PackedBatch
+
+if TYPE_CHECKING:
+    from rl_core.data.image_families import ImageFamily
 
 # Arguments of a forward of the language model alone.
 TEXT_ARGUMENTS = {"input_ids", "position_ids", "attention_plan"}

@@ -3,14 +3,13 @@ instead of each task once an epoch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from rl_core.config import Config
 from rl_core.data.episodes import episode_rewards, succeeded
 from rl_core.data.task_rows import Tasks, TaskSource, shorten
 from rl_core.distributed import Ranks, all_gather_json
@@ -183,11 +182,6 @@ def task_weight(hook: Hook, task_id: str, row: JSONObject, known: Progress) -> f
         if finite(weight, call) >= 0:
             return float(weight)
     raise ValueError(f"{call} gave {shorten(weight)}; it must give a finite number of at least 0")
-
-
-def has_task_weight(config: Config, envs: Mapping[str, Env]) -> bool:
-    """True if an environment of an RL run defines task_weight()."""
-    return config.is_rl and any("task_weight" in env.hooks for env in envs.values())
 
 
 def draw_by_weight(envs: dict[str, Env], train: Tasks) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.engines.options import engine_factory
-from rl_core.run.curriculum import has_task_weight
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -49,15 +48,17 @@ def first_plugins(trainer: RunState) -> Iterator[Plugin]:
 
         yield Panel(trainer)
     elif trainer.ranks.is_writer:
-        from rl_core.run.display.notebook import Chart, in_kernel
         from rl_core.run.display.terminal import Terminal
 
-        yield Chart(trainer) if in_kernel() else Terminal(trainer)
+        if in_kernel():
+            from rl_core.run.display.notebook import Chart as Terminal
+
+        yield Terminal(trainer)
     if config.trackers:
         from rl_core.run.display.trackers import Trackers
 
         yield Trackers(trainer)
-    if has_task_weight(config, trainer.plan.envs):
+    if trainer.plan.has_task_weight:
         from rl_core.run.curriculum import Curriculum
 
         yield Curriculum(trainer)
@@ -65,6 +66,12 @@ def first_plugins(trainer: RunState) -> Iterator[Plugin]:
         from rl_core.run.stream_state import StreamState
 
         yield StreamState(trainer)
+
+
+def in_kernel() -> bool:
+    """True in a process of Jupyter. IPython on a terminal has no kernel."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def rollout_plugins(trainer: RunState) -> Iterator[Plugin]:

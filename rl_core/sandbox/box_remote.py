@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.errors import keep_ends
-from rl_core.sandbox import tunnel
+from rl_core.sandbox import run_flags, tunnel
 from rl_core.sandbox.box_containers import (
     ENTER,
     KILL_MARKED,
@@ -413,7 +413,8 @@ class BoxServices:
             service.close()
 
 
-SERVICES = BoxServices()
+SERVICES = BoxServices(settings=RemoteSettings(**run_flags.flags), pid=run_flags.process)
+run_flags.at_end.append(SERVICES.close)
 # Connections need threads of concurrent.futures, which ends before functions of atexit are called,
 # but after functions that are registered here later than its own.
 getattr(threading, "_register_atexit", atexit.register)(SERVICES.close)

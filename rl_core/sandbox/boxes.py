@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl_core.sandbox import run_flags
 from rl_core.sandbox.box_bubblewrap import BubblewrapBox, check_bwrap
 from rl_core.sandbox.box_containers import ContainerBox
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS, SERVICES, RemoteBox
@@ -32,6 +33,8 @@ from rl_core.sandbox.engines import ENGINES, find_engine
 from rl_core.sandbox.remote_driver import RemoteSettings
 
 __all__ = ["Box", "BoxEnded", "ExecResult", "Limits", "check_machine", "configure", "open"]
+
+run_flags.is_imported = True
 
 MAX_KEPT = 32
 DRIVERS = ("bubblewrap", *ENGINES, *REMOTE_DRIVERS)

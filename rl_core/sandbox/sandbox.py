@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.sandbox import run_flags
 from rl_core.sandbox.isolation import CONTAINERS, LEVELS, REMOTE
 from rl_core.sandbox.job import COMPILE_MIB, COMPILE_S, LANGUAGES, Job, Limits
 from rl_core.sandbox.judging import Result, is_pair, judge_calls, judge_runs, not_compiled
 from rl_core.sandbox.pool import MAX_WAIT, Lost, Outcome, Pool, run_process
 from rl_core.sandbox.runner import NO_COMPILER
 from rl_core.sandbox.values import encode
+
+run_flags.is_imported = True
 
 CHECKER_S = 5.0  # Time of the tests in addition to the program's.
 # One kill of the warm process can cost three tries: the running one, a queued one, the next launch.

@@ -164,7 +164,7 @@ def image_tokens(plan: Plan) -> float:
 def image_bytes(config: Config, model: str, size: Size, w: int) -> float:
     """Memory of an image token of a microbatch: its pixels, the activations of the vision tower,
     and its feature."""
-    from rl_core.data.image_families import load_family
+    from rl_core.data.vision_models import load_family
     from rl_core.models.loading import load_model_config
 
     family = load_family(model, config.data.max_image_pixels)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from rl_core.data.image_families import PixelCache, load_family
+from rl_core.data.image_families import PixelCache
 from rl_core.data.images import (
     decoded_image,
     image_of,
@@ -30,6 +30,7 @@ from rl_core.data.rows import load_rows
 from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tables import load_other
 from rl_core.data.task_rows import TaskSource, make_task
+from rl_core.data.vision_models import load_family
 
 COLOURS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [1, 2, 3], [7, 8, 9]]])
 RED = COLOURS.astype(np.uint8)  # [2, 3, 3]: two rows of three pixels.

@@ -23,7 +23,7 @@ from test_runs import COMPARED, assert_same_weights, lasting
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.config.rank_groups import numbers
 from rl_core.distributed import Mesh
-from rl_core.engines.rank_groups import RankGroup, rank_groups_of
+from rl_core.engines.rank_groups import RankGroup, make_rank_groups
 from rl_core.run.plan.option_rules import check_options
 from rl_core.run.rank_group_client import from_text, to_text
 from rl_core.types import PER_TOKEN, TrainingSample
@@ -284,7 +284,7 @@ def test_what_ranks_of_an_actors_own_do_not_go_with_is_refused(flags, message):
     with pytest.raises(ValueError) as refused:  # noqa: PT012 any may raise
         config = parse_config(words(MODEL, flags))
         check_options(config)
-        rank_groups_of(config, 4)
+        make_rank_groups(config, 4)
     assert message in str(refused.value)
 
 
@@ -298,7 +298,7 @@ def test_places_have_what_is_left_first():
     assert numbers("4-6,8") == (4, 5, 6, 8)
     flags = "--actors.bob.lora.rank 4 --actors.alice.ranks 2-3 --actors.carol.lora_base bob"
     config = parse_config(words(MODEL, flags, "--actors.bob.ranks 5,7 --tp 2"))
-    assert rank_groups_of(config, 8) == [
+    assert make_rank_groups(config, 8) == [
         RankGroup(ranks=(0, 1, 4, 6), actors=[], mesh=Mesh(dp_shard=4)),
         RankGroup(ranks=(5, 7), actors=["bob", "carol"], mesh=Mesh(tp=2)),
         RankGroup(ranks=(2, 3), actors=["alice"], mesh=Mesh(tp=2)),

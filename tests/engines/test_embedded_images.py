@@ -37,13 +37,13 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat, TokenStream, load_chat
-from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image, with_images
 from rl_core.data.messages import canonical_messages
 from rl_core.data.preference_pairs import scored_pair
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tables import read_episodes
 from rl_core.data.task_rows import prompt_messages
+from rl_core.data.vision_models import load_family
 from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
 from rl_core.models.vision import Vision
 from rl_core.rewards.reward_model import RewardModel, ScoreServer, remote_scores

@@ -28,8 +28,8 @@ from safetensors.torch import load_file
 from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_prompts, spec_of
 
 from rl_core.config import LoraConfig, parse_config
-from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image
+from rl_core.data.vision_models import load_family
 from rl_core.engines.options import engine_factory
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_images import hash_of, read_image_data, tensors_of

@@ -27,8 +27,8 @@ from test_sglang import (
 )
 
 from rl_core.config import parse_config
-from rl_core.data.image_families import load_family
 from rl_core.data.images import read_image
+from rl_core.data.vision_models import load_family
 from rl_core.engines.server_process import own_flag, quoted_log
 from rl_core.engines.vllm import VLLMEngine
 from rl_core.engines.vllm_images import image_features

@@ -203,9 +203,13 @@ def test_no_string_names_a_module():
 # Libraries that take tenths of a second to import, and that a default run does not need.
 HEAVY = "aiohttp bitsandbytes datasets grpc httpx jsonschema matplotlib openai pandas peft pyarrow "
 HEAVY += "rich scipy sklearn torchvision torch._inductor.compile_fx wandb"
+# Rooms and modules of options that a plain reward does not use.
+IDLE = "sandbox environments.service environments.agents tools.viewer learning.teachers "
+IDLE += "learning.lora learning.moe data.image_families data.tool_calls models.vision "
+IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resume"
 
 
-def test_a_default_run_loads_no_library_that_it_does_not_need(places, tmp_path):
+def test_a_default_run_loads_only_what_it_uses(places, tmp_path):
     """In a separate process, because tests import more than a run does."""
     code = """
 import json, sys
@@ -213,7 +217,7 @@ from rl_core import Config, train
 model, env, out = sys.argv[1:]
 loaded = []
 train(
-    Config(model=model, out=out, env_path=env, num_steps=1, tasks_per_step=2, group_size=2,
+    Config(model=model, out=out, env_path=env, num_steps=2, tasks_per_step=2, group_size=2,
            max_tokens=8, max_prompt_tokens=24),
     on_step=lambda step, metrics: loaded.extend(sys.modules),
 )
@@ -229,6 +233,9 @@ print(json.dumps(loaded))
     # Before its version 2, huggingface_hub imports these.
     is_old = Version(huggingface_hub.__version__) < Version("2")
     assert not set(HEAVY.split()) & set(loaded) - ({"httpx", "rich"} if is_old else set())
+    idle = tuple(f"rl_core.{name}" for name in IDLE.split())
+    used = {name for name in loaded if name.startswith(idle)}
+    assert used == {"rl_core.sandbox", "rl_core.sandbox.run_flags"}
 
 
 def test_an_environment_is_short():

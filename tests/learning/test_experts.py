@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_core.config import parse_config
 from rl_core.learning.lora import adapter_parameters, adapter_weights
 from rl_core.learning.minibatches import active_parameters, pair_work
-from rl_core.learning.moe import find_routers
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.loading import model_class
 from rl_core.models.parallel.fsdp import local_slices
+from rl_core.models.routers import find_routers
 from rl_core.run.display.mfu import mfu, peak_flops
 from rl_core.run.plan.option_rules import check_options
 from rl_core.run.plan.plan import make_chats

@@ -5,16 +5,18 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS
-from rl_core.data.sft_samples import row_chat
-from rl_core.data.task_rows import TaskSource, row_tools
-from rl_core.data.tasks.sft_dataset import SFTDataset, fits
+from rl_core.data.task_rows import TaskSource, fits, row_chat, row_tools
 from rl_core.environments.env_file import speakers
 from rl_core.sampling.env import Env
 from rl_core.types import Task
+
+if TYPE_CHECKING:
+    from rl_core.data.tasks.sft_dataset import SFTDataset
 
 # The first rows of a data set are checked even where a run draws none of them.
 FIRST_ROWS = 1000

@@ -10,7 +10,7 @@ from rl_core.data.chat import Chat, text_of
 from rl_core.data.preference_pairs import LeftOutError, pair_messages, reply_pair, scored_pair
 from rl_core.data.rows import is_trajectory
 from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
-from rl_core.data.task_rows import Tasks
+from rl_core.data.task_rows import Tasks, fits
 from rl_core.types import Message, Row, Task, TrainingSample
 
 CACHED_TOKENS = 4_000_000  # 100 MB
@@ -100,14 +100,3 @@ def spelled_token(chat: Chat, replies: list[Message]) -> str | None:
         if match := chat.special_token.search(text):
             return match[0]
     return None
-
-
-def fits(text: str, length: int, limit: int, named: str, skip_long: bool, bound: str = "") -> bool:
-    """True if `length` is at most `limit`. Raises ValueError if it is longer and such rows are not
-    left out. The error names `text`, which was measured, and puts `bound` before the length."""
-    if length > limit and not skip_long:
-        raise ValueError(
-            f"{text} of {bound}{length} tokens is longer than {named}; raise it, or leave such "
-            "rows out with --data.skip_long"
-        )
-    return length <= limit

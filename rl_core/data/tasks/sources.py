@@ -3,23 +3,18 @@ Harbor tasks, the hub, or load_tasks()."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
-from rl_core.data import tables
-from rl_core.data.column_names import RenamedColumns, check_columns_exist
-from rl_core.data.preference_pairs import pair_rows
 from rl_core.data.rows import is_tasks_folder, load_rows
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.data.tasks.eval_sets import held_out as held_out_sets
 from rl_core.data.tasks.prompt_hook import MadePrompts
-from rl_core.data.tasks.sft_dataset import check_rows
-from rl_core.data.tasks.streaming import streamed_tasks
-from rl_core.data.tasks.task_mix import TaskMix
-from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows
 from rl_core.environments.env_file import check_columns
 from rl_core.sampling.env import Env
 from rl_core.types import Row
@@ -39,6 +34,8 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
             continue
         path = section.train or config.data.train
         if config.data.streaming:
+            from rl_core.data.tasks.streaming import streamed_tasks
+
             return streamed_tasks(config, envs.get(name), name, path)
         source = load_source(config, envs.get(name), name, "train", path)
         if source is None:
@@ -57,9 +54,26 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
         )
     if len(sources) == 1:
         return sources[0]
+    from rl_core.data.tasks.task_mix import TaskMix
+
     is_by_rows = config.num_epochs and weights == [None] * len(weights)
     shares = None if is_by_rows else [1.0 if weight is None else weight for weight in weights]
     return TaskMix(sources, shares)
+
+
+@contextmanager
+def naming_recipes(source: str) -> Iterator[None]:
+    """Adds the recipes of the sets in `source`, a value of --data.train, to ValueErrors."""
+    try:
+        yield
+    except ValueError as error:
+        from rl_core.data.published_sets import recipes
+
+        names = [re.split("[:@]", name.strip())[0] for name in source.split(",")]
+        hints = [f"rl-core datasets {name}" for name in names if name in recipes()]
+        if not hints:
+            raise
+        raise ValueError(f"{error}. The command for this set: {', '.join(hints)}") from error
 
 
 def without_rows(env: Env | None) -> str:
@@ -115,6 +129,8 @@ def load_source(
         )
         rows, files = load_rows(path, "train" if is_train else "test", load)
         if is_pairs:
+            from rl_core.data.preference_pairs import pair_rows
+
             rows, files = pair_rows(rows, files)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(split), ()
@@ -123,6 +139,8 @@ def load_source(
     else:
         return None
     if config.data.columns:
+        from rl_core.data.column_names import RenamedColumns, check_columns_exist
+
         if len(config.env_paths) < 2:
             source = path or f"the split {split!r}"
             check_columns_exist(rows, config.data.columns, source, is_train)
@@ -133,6 +151,8 @@ def load_source(
         assert env is not None
         check_columns(env, rows, files, split)
     elif path:
+        from rl_core.data.tasks.sft_dataset import check_rows
+
         check_rows(config, rows, path, is_train)
     return TaskSource(
         rows,
@@ -157,5 +177,9 @@ def load_other(
     task_rows()."""
     folder = Path(name).expanduser()
     if not files and is_tasks_folder(folder):
+        from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows
+
         return [(name, task_rows(folder, NETWORKS | networks))]
+    from rl_core.data import tables
+
     return tables.load_other(name, files, split, min_reward, actor)

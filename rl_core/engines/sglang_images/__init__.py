@@ -11,8 +11,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl_core.data.image_families import ImageFamily, load_family
+from rl_core.data.image_families import ImageFamily
 from rl_core.data.images import read_image
+from rl_core.data.vision_models import load_family
 from rl_core.types import InputImage, JSONObject
 
 if TYPE_CHECKING:

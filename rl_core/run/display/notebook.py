@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import import_module
@@ -15,12 +14,6 @@ from rl_core.types import JSONObject
 
 MOST_POINTS = 300  # Points of a curve; longer curves are thinned.
 WIDTH, HEIGHT = 200, 50
-
-
-def in_kernel() -> bool:
-    """True in a process of Jupyter. IPython on a terminal has no kernel."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Chart(Terminal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_core.config import Config
 from rl_core.config.algorithm import SELF, is_url
-from rl_core.data.image_families import load_family
+from rl_core.data.vision_models import load_family
 from rl_core.engines.options import engine_factory
 from rl_core.plugin import CustomComponents
 from rl_core.types import InputImage

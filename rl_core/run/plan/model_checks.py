@@ -9,8 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from rl_core.config import Config, LoraConfig
 from rl_core.config.learner import PARTS
-from rl_core.data.chat import Chat, load_chat
-from rl_core.data.tool_calls import ToolCalls
+from rl_core.data.chat import Chat, ToolReader, load_chat
 from rl_core.errors import split
 from rl_core.models.loading import load_model_config, max_positions
 
@@ -61,10 +60,17 @@ def checked_chat(config: Config, name: str) -> Chat:
             read_other(config, path)
         check_teachers(settings, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
-    chat = load_chat(actor.model, actor.chat_template, variables, ToolCalls, config.data)
+    chat = load_chat(actor.model, actor.chat_template, variables, tool_calls, config.data)
     chat.check_variables(chat.variables, "--chat_template_kwargs")
     check_vocabulary(chat, num_rows, actor.model)
     return chat
+
+
+def tool_calls(chat: Chat) -> ToolReader:
+    """A reader of the tool calls in a chat's replies."""
+    from rl_core.data.tool_calls import ToolCalls
+
+    return ToolCalls(chat)
 
 
 def check_trained_parts(config: Config, name: str, model_config: PretrainedConfig) -> None:

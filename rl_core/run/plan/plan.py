@@ -14,35 +14,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from rl_core import sandbox
 from rl_core.algorithms import Algorithm, make_algorithm
 from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
 from rl_core.config.rules import check, check_algorithm
 from rl_core.data.chat import Chat
-from rl_core.data.published_sets import naming_recipes
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.data.tasks.row_lengths import check_run
-from rl_core.data.tasks.sft_dataset import SFTDataset
-from rl_core.data.tasks.sources import eval_tasks, held_out_tasks, train_tasks
+from rl_core.data.tasks.sources import (
+    eval_tasks,
+    held_out_tasks,
+    naming_recipes,
+    train_tasks,
+)
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh, this_device
 from rl_core.engines.options import auto_engine, engine_factory
-from rl_core.engines.rank_groups import RankGroup, rank_groups_of
 from rl_core.environments import env_file
-from rl_core.environments.service.served_module import load_served
 from rl_core.models.parallel.replicas import num_replicas
 from rl_core.plugin import CustomComponents
-from rl_core.run.curriculum import draw_by_weight, has_task_weight
 from rl_core.run.display.terminal import quiet
-from rl_core.run.display.trackers import check_trackers
-from rl_core.run.plan.image_checks import why_no_images
 from rl_core.run.plan.model_checks import checked_chat, num_positions
 from rl_core.run.plan.option_rules import check_options
 from rl_core.run.plan.path_checks import check_folder
 from rl_core.run.saving.run_files import check_resumed
 from rl_core.sampling.env import Env
-from rl_core.sandbox import boxes
 
 if TYPE_CHECKING:
+    from rl_core.data.tasks.sft_dataset import SFTDataset
     from rl_core.engines.api import ApiActor
+    from rl_core.engines.rank_groups import RankGroup
     from rl_core.sampling.engine import Engine
 
 
@@ -72,6 +72,11 @@ class Plan:
         return next(iter(self.algorithms.values()))
 
     @property
+    def has_task_weight(self) -> bool:
+        """True if an environment of an RL run defines task_weight()."""
+        return self.config.is_rl and any("task_weight" in env.hooks for env in self.envs.values())
+
+    @property
     def may_end_early(self) -> bool:
         """True if dynamic sampling may draw the rows of --num_epochs in fewer steps."""
         is_dynamic = any(a.dynamic_sampling_rounds for a in self.algorithms.values())
@@ -98,6 +103,8 @@ def make_plan(
     assert config.out
     check_folder(Path(config.out), config.resume)
     if config.trackers:
+        from rl_core.run.display.trackers import check_trackers
+
         check_trackers(config.trackers)
     config, envs = load_envs(config, modules)
     if not is_planned:
@@ -114,11 +121,15 @@ def make_plan(
     if config.is_rl:
         env_file.check_tools(config, envs, plan.chats)
     else:
+        from rl_core.data.tasks.sft_dataset import SFTDataset
+
         plan.sft_dataset = SFTDataset(config, plan.chats[config.trained[0]])
     with naming_recipes(config.data.train or ""):
         for source in (*plan.train.sources, *plan.eval.values()):
             check_run(config, envs, plan.chats, plan.sft_dataset, source)
-    if has_task_weight(config, envs):
+    if plan.has_task_weight:
+        from rl_core.run.curriculum import draw_by_weight
+
         draw_by_weight(envs, plan.train)
     if config.num_epochs:
         plan.num_tasks = max(1, round(config.num_epochs * len(plan.train)))
@@ -154,6 +165,15 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     )
 
 
+def rank_groups_of(config: Config, num_ranks: int) -> list[RankGroup]:
+    """All ranks with their actors; none if no actor has separate ranks (--actors.NAME.ranks)."""
+    if not any(actor.ranks for actor in config.actors.values()):
+        return []
+    from rl_core.engines.rank_groups import make_rank_groups
+
+    return make_rank_groups(config, num_ranks)
+
+
 def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
@@ -168,6 +188,8 @@ def load_envs(
     for name, path in config.env_paths.items():
         module, section = (modules or {}).get(name), config.env(name)
         if module is None and "://" in path:
+            from rl_core.environments.service.served_module import load_served
+
             module = load_served(path)
         env = env_file.load_env(
             path,
@@ -195,7 +217,7 @@ def configure_boxes(config: Config) -> None:
     flags["max_boxes"] = config.sandbox.max_boxes // num_sampling
     if config.out:
         flags["run_file"] = str(config.folder.resolve() / "boxes")
-    boxes.configure(**flags)
+    sandbox.configure(**flags)
 
 
 def fitting_turns(config: Config, section: EnvConfig) -> int:
@@ -295,7 +317,12 @@ def make_chats(
             endpoints[name] = make_api_actor(config, name)
         else:
             chat = chats[name] = checked_chat(config, name)
-            reason = chat.vision if isinstance(chat.vision, str) else ""
-            if reason := reason or why_no_images(config, name, custom):
+            if isinstance(chat.vision, str):
+                reason = chat.vision
+            else:
+                from rl_core.run.plan.image_checks import why_no_images
+
+                reason = why_no_images(config, name, custom)
+            if reason:
                 chat.vision = f"actor {name} takes none: {reason}"
     return chats, endpoints

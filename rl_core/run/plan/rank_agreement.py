@@ -37,8 +37,6 @@ SEEN_WITHIN_S = 90.0  # NFS may take a minute to show another machine's new file
 def check_ranks_agree(plan: Plan, ranks: Ranks) -> None:
     """Raises RunError on every rank if a rank has other code, flags, environments, models or rows
     than the first, or does not see the first rank's --out. Every rank must call it."""
-    if num_ranks() == 1:
-        return
     store, out = ranks.store, plan.config.folder
     here = f"rank {os.environ['RANK']} ({socket.gethostname()})"
     facts = run_facts(plan)

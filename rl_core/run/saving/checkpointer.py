@@ -18,7 +18,6 @@ from rl_core.data.rows import write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import LearnerRank, Plugin, RunState
-from rl_core.run.evaluation.evaluation import task_metrics
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.checkpoint import (
     export_policy,
@@ -165,6 +164,8 @@ class BestKeeper(Plugin):
         by the set if there are several."""
         if not name.startswith("eval/"):
             return
+        from rl_core.run.evaluation.evaluation import task_metrics
+
         config = self.trainer.config
         _, _, label, *more = name.split("/", 3)
         source = more[0] if more else next(iter(self.trainer.plan.eval))
