@@ -264,6 +264,9 @@ class Init:
         # Process ids of forks, and when each is overdue. None: its command has ended. It answers as
         # fast as the owner reads, and waits for processes that the command left behind.
         self.forks: dict[int, float | None] = {}
+        # Their sockets, closed here when a fork has answered or died and all is killed: else the
+        # owner reads the end of a killed fork before it is reaped, and its next command is killed.
+        self.channels: dict[int, socket.socket] = {}
         self.ended, self.tell_ended = os.pipe()
         self.first_state = own_state()
 
@@ -296,6 +299,7 @@ class Init:
     def note_ended(self, pid: int) -> None:
         if pid in self.forks:  # else it was killed meanwhile
             self.forks[pid] = None
+            self.channels.pop(pid).close()
 
     def reap(self) -> None:
         while True:
@@ -308,6 +312,8 @@ class Init:
             was_fork = self.forks.pop(pid, 0.0) != 0.0
             if was_fork and os.WIFSIGNALED(status):
                 kill_all()  # Its command is no longer watched.
+            if channel := self.channels.pop(pid, None):
+                channel.close()
 
     def kill_overdue(self) -> None:
         now = time.monotonic()
@@ -323,21 +329,23 @@ class Init:
         request = json.loads(header)
         if request["do"] == "quit":
             return False
-        with socket.socket(fileno=fds[0]) as channel:
-            if request["do"] in ("end", "reset"):
-                self.forks.clear()
-                with suppress(OSError):  # The owner waits no longer.
-                    send(channel, self.end_processes(request["do"] == "reset"))
-                return True
-            pid = os.fork()
-            if pid == 0:
-                self.run_fork(request["do"], channel)
-            self.forks[pid] = time.monotonic() + request["timeout_s"] + OVERDUE_S
+        channel = socket.socket(fileno=fds[0])
+        if request["do"] in ("end", "reset"):
+            self.forks.clear()
+            with channel, suppress(OSError):  # The owner waits no longer.
+                send(channel, self.end_processes(request["do"] == "reset"))
+            return True
+        pid = os.fork()
+        if pid == 0:
+            self.run_fork(request["do"], channel)
+        self.forks[pid] = time.monotonic() + request["timeout_s"] + OVERDUE_S
+        self.channels[pid] = channel
         return True
 
     def end_processes(self, is_reset: bool) -> dict[str, Any]:
         kill_all()
         reap_all()
+        self.close_channels()
         if not is_reset:
             return {"ready": True}
         try:
@@ -348,10 +356,16 @@ class Init:
             return {"error": ["OSError", str(error)]}
         return {"ready": True}
 
+    def close_channels(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self.channels.clear()
+
     def run_fork(self, verb: str, channel: socket.socket) -> None:
         status = 70
         try:
             self.control.close()
+            self.close_channels()
             isolation.LIBC.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
