@@ -27,7 +27,7 @@ import zlib
 
 from programs.gym_spaces import action_of, actions_of, shown_grid, words_of
 
-from rl_core.sampling.hooks import DeadlineError, LoopClock
+from rl_core.sampling.hooks import DeadlineError, call_in_thread
 
 try:
     import gymnasium
@@ -136,9 +136,7 @@ def is_solved(env, earned):
 async def in_time(function, *args, **kwargs):
     """Its result. It runs in a thread, so that it holds up no other episode."""
     try:
-        result, error = await LoopClock.of_running_loop().in_thread(
-            lambda: function(*args, **kwargs), STEP_S
-        )
+        result, error = await call_in_thread(lambda: function(*args, **kwargs), STEP_S)
     except DeadlineError:
         raise TimeoutError(
             f"{function.__name__}() of the environment took longer than {STEP_S:g} s"

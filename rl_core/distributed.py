@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from posix import _exit as exit_now  # refusing_exits() replaces os._exit.
 from typing import TypeVar
 
 import torch
@@ -205,7 +204,7 @@ class Heartbeat:
                     flush=True,
                 )
                 if not is_launchers:
-                    exit_now(1)  # A thread that waits in C++ hears no exception.
+                    os._exit(1)  # A thread that waits in C++ hears no exception.
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -370,7 +369,7 @@ def connecting(rank: int, heartbeat: Heartbeat | None, timeout_s: float) -> Iter
             file=sys.stderr,
             flush=True,
         )
-        exit_now(1)
+        os._exit(1)
 
     # A heartbeat that stops is noticed after one more beat.
     timer = threading.Timer(timeout_s + 2 * min(timeout_s / BEATS, MAX_BEAT_S), end)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.config import parse_config
 from rl_core.run.plan.path_checks import check_paths
 from rl_core.run.process.torchrun_exit import end_with_launcher, report_failure
-from rl_core.sampling.watchdog import exit_process, leave_threads, refusing_exits, run_hooks
+from rl_core.sampling.watchdog import exit_process, run_hooks
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -34,10 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     traceback if RL_CORE_DEBUG=1."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()
-    with refusing_exits(), ExitStack() as at_end:
-        status = run_command(argv, at_end)
-    leave_threads(status)
-    return status
+    with ExitStack() as at_end:
+        return run_command(argv, at_end)
 
 
 def run_command(argv: list[str] | None, at_end: ExitStack) -> int:

@@ -25,7 +25,8 @@ from rl_core.environments.env_hooks import execute_file, make_env, marked_reward
 from rl_core.errors import near_name
 from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
-from rl_core.sampling.hooks import Hook, describe_error, finite, refuse_none
+from rl_core.sampling.hooks import Hook, describe_error, refuse_none
+from rl_core.sampling.reward_parts import finite
 from rl_core.types import JSON, Row, RunError
 
 if TYPE_CHECKING:

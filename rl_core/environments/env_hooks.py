@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from rl_core.data.env_names import env_path
@@ -23,6 +23,7 @@ from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import TurnLoop, checked
 from rl_core.sampling.hooks import Hook, describe_error
+from rl_core.sampling.watchdog import MODULE_PREFIX
 from rl_core.sandbox import run_flags
 from rl_core.types import Task, Trajectory
 
@@ -172,7 +173,7 @@ def execute_file(path: str) -> ModuleType:
             f"rl-core tokens --model MODEL --data.train {path}, or try them in an environment by "
             f"rl-core check ENV.py --data.train {path}"
         )
-    name = f"rl_core_env_{file.stem}"
+    name = MODULE_PREFIX + file.stem
     spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -185,13 +186,29 @@ def execute_file(path: str) -> ModuleType:
         sys.path.append(folder)
     try:
         # compile() gets the path as the user wrote it, since errors show it.
-        exec(compile(file.read_bytes(), path, "exec"), module.__dict__)
+        code = compile(file.read_bytes(), path, "exec")
+        exec(code, module.__dict__)
     except (Exception, SystemExit) as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = f"; {install_command(error.name or '')}, or drop the import"
         raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
+    names = names_in(code)
+    if "_exit" in names and "fork" not in names:
+        raise ValueError(
+            f"{path}: os._exit() in a hook would end the whole run, half-done and with the status "
+            "of a success; raise an error instead"
+        )
     return module
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Names and attributes that the code uses, with the code of its functions."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_in(constant)
+    return names
 
 
 def install_command(module: str) -> str:

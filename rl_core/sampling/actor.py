@@ -17,7 +17,8 @@ from rl_core.data.messages import canonical_messages, canonical_tools, shorten
 from rl_core.data.thoughts import unclosed_mark, without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.sampling.hooks import NOT_APPLIED, env_metrics, key_text, reward_values, wait_for_all
+from rl_core.sampling.hooks import wait_for_all
+from rl_core.sampling.reward_parts import NOT_APPLIED, env_metrics, reward_values
 from rl_core.types import (
     JSON,
     Completion,
@@ -541,3 +542,16 @@ def as_messages(messages: str | Sequence[Message]) -> list[Message]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     return canonical_messages(messages)
+
+
+def key_text(value: object) -> str:
+    """A state's key as text: the text itself, JSON of any other value, or "" for None. Raises
+    ValueError for values that are not JSON, because equal values could have different texts."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state_key {shorten(value)} is neither text nor JSON: {error}"
+        ) from None

@@ -9,21 +9,13 @@ from types import UnionType
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.messages import shorten, with_text_arguments
+from rl_core.data.messages import canonical_messages, shorten, with_text_arguments
 from rl_core.data.task_rows import row_tools
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.actor import Conversation, EpisodeActors
-from rl_core.sampling.hooks import (
-    Hook,
-    add_parts,
-    finite,
-    plain,
-    read_answer,
-    refuse_none,
-    reward_values,
-    wait_for_all,
-)
+from rl_core.sampling.hooks import Hook, refuse_none, wait_for_all
+from rl_core.sampling.reward_parts import add_parts, finite, plain, reward_values
 from rl_core.types import JSON, JSONObject, Message, Task, Trajectory
 
 # Separates two turns of one actor, because many chat templates and servers refuse consecutive
@@ -254,6 +246,26 @@ class Episode:
             for name in names:
                 # interact() returned no reward.
                 self.trajectories[name].reward_parts.setdefault("interact", 0.0)
+
+
+def read_answer(answer: object, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
+    """(messages, reward, is_done) from the result of interact(). `ends`: True if the episode ends
+    without messages."""
+    source = f"{path}: what interact() returned"
+    if not isinstance(answer, dict):
+        answer = {"messages": answer}
+    for key in answer.keys() - {"messages", "reward", "done"}:
+        raise ValueError(f"{source} has an unknown key {key!r}; known: messages, reward, done")
+    reward = answer.get("reward")
+    if reward is not None:
+        reward = finite(reward, f"the reward in {source}")
+    messages = answer.get("messages")
+    if messages is None or messages in ([], ()):
+        return [], reward, bool(answer.get("done")) or ends
+    try:
+        return canonical_messages(messages), reward, bool(answer.get("done"))
+    except ValueError as error:
+        raise ValueError(f"{source} {error}") from None
 
 
 def turn_text(message: Message) -> str:

@@ -1,5 +1,4 @@
-"""Hooks: functions of a user's file, called by the names of their parameters with a deadline, and
-parsers of their results."""
+"""Hooks: functions of a user's file, called by the names of their parameters with a deadline."""
 
 from __future__ import annotations
 
@@ -7,44 +6,24 @@ import _thread
 import asyncio
 import copy
 import inspect
-import json
-import math
-import numbers
-import re
-import threading
 import traceback
-from collections import deque
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from queue import SimpleQueue
 from typing import TypeVar
 
-from rl_core.data.messages import canonical_messages, shorten
-from rl_core.types import JSON, Message, Row, Task
+from rl_core.sampling.watchdog import WATCHDOG
+from rl_core.types import Row, Task
 
-BEAT_S = 0.05  # Longest time between two looks of the event loop at deadlines.
 # Few, because hooks that compute share the interpreter lock with the engine, and hooks that wait
 # can be async.
 MAX_THREADS = 16
 MAX_YIELDS = 10_000  # Items that are read from a generator, such as turns().
+NUM_WAITS = 32  # Parts of a deadline; a block of the event loop uses up at most one.
+NO_RETURN = "returned None: is a `return` missing?"
 # Hooks get these arguments themselves, and copies of all others.
 SHARED = ("actors", "state", "llm", "result", "box")
-
-# Metrics of a trajectory that the trainer records itself.
-NOT_APPLIED = "reward_none/"  # Prefix of a reward part that was None in an episode.
-RECORDED = re.compile(
-    rf"tool_parse_failed|agent_(requests|retries|branches|overridden.*)|{NOT_APPLIED}.*"
-)
 
 T = TypeVar("T")
 Outcome = tuple[object, BaseException | None]  # Result of a function, or its error.
@@ -74,6 +53,10 @@ class Hook:
     named: set[str] = field(init=False)  # All parameters but **kwargs.
     takes_all: bool = field(init=False)  # True if the function has **kwargs.
     is_async: bool = field(init=False)
+    # Threads for a sync function, and the event loop that has them.
+    threads: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(
+        init=False, default=None
+    )
 
     def __post_init__(self) -> None:
         call = getattr(self.function, "__call__", None)  # noqa: B004  (an object's async __call__)
@@ -102,8 +85,10 @@ class Hook:
     async def __call__(self, task: Task, context: Mapping[str, object]) -> object:
         """The function's result. Arguments of `ours` that are missing in `context` are None. Raises
         HookError, or TimeoutError after timeout_s."""
+        watchdog = WATCHDOG.get(None)
         try:
-            result, error = await self._outcome(task, context)
+            with watchdog.hook_runs() if watchdog else nullcontext():
+                result, error = await self._outcome(task, context)
         except DeadlineError:
             raise TimeoutError(
                 f"{self.path}: {self.name}() ran longer than {self.timeout_s:g} s for task "
@@ -122,23 +107,27 @@ class Hook:
             # Reading a generator runs the file's code too, perhaps for ever.
             return list(islice(result, MAX_YIELDS)) if inspect.isgenerator(result) else result
 
-        clock = LoopClock.of_running_loop()
-        with clock.noting(self.path):
-            if self.is_async:
-                result, error = call(), None
-            else:
-                result, error = await clock.in_thread(call, self.timeout_s)
-            if not inspect.isawaitable(result):
-                return result, error
-            running = asyncio.create_task(outcome(result), name=f"{self.name}() of {self.path}")
-            try:
-                # wait_for() would wait for ever for a coroutine that ignores its cancellation.
-                await asyncio.wait({running}, timeout=self.timeout_s)
-                if not running.done():
-                    raise DeadlineError
-                return running.result()
-            finally:
-                running.cancel()
+        if self.is_async:
+            result, error = call(), None
+        else:
+            async with self._thread():
+                result, error = await call_in_thread(call, self.timeout_s)
+        if not inspect.isawaitable(result):
+            return result, error
+        running = asyncio.create_task(outcome(result), name=f"{self.name}() of {self.path}")
+        try:
+            # asyncio.wait_for() would wait for ever for a coroutine that ignores its cancellation.
+            if not await is_done_within(running, self.timeout_s):
+                raise DeadlineError
+            return running.result()
+        finally:
+            running.cancel()
+
+    def _thread(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self.threads is None or self.threads[0] is not loop:
+            self.threads = loop, asyncio.Semaphore(MAX_THREADS)
+        return self.threads[1]
 
 
 async def outcome(awaitable: Awaitable) -> Outcome:
@@ -149,124 +138,49 @@ async def outcome(awaitable: Awaitable) -> Outcome:
         return None, error
 
 
-class LoopClock:
-    """The clock of an event loop and its deadlines, with a thread pool for sync hooks. The clock
-    stops while something blocks the loop's thread, such as a save, because no coroutine can
-    continue meanwhile."""
+async def call_in_thread(function: Callable[[], object], timeout_s: float | None) -> Outcome:
+    """Runs a function in a separate thread. A function that hangs outlives its deadline, but
+    blocks neither the event loop nor the interpreter's exit. Raises DeadlineError after
+    timeout_s."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Outcome] = loop.create_future()
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.loop = loop
-        self.real = loop.time
-        self.held_s = 0.0
-        self.last_s = loop.time()
-        self.loop_thread = threading.get_ident()
-        self.queue: SimpleQueue = SimpleQueue()  # Items: (function, timeout, future).
-        self.until_s: dict[asyncio.Future[Outcome], float] = {}  # Deadlines of running functions.
-        self.ended: deque[tuple[asyncio.Future[Outcome], Outcome]] = deque()
-        self.num_threads = 0
-        self.is_waking = False  # True if the loop is scheduled to read `ended`.
-        self.num_running = 0  # Running hooks.
-        self.paths: set[str] = set()  # Files whose hooks were called.
-        # Watchdog.look(), called when hooks begin or end.
-        self.look: Callable[[], None] | None = None
-        # All timers of this loop read its clock, and its threads end when the loop closes.
-        self.close_loop = loop.close
-        loop.time = self
-        loop.close = self._close
-        self._beat()
-
-    @classmethod
-    def of_running_loop(cls) -> LoopClock:
-        loop = asyncio.get_running_loop()
-        return loop.time if isinstance(loop.time, cls) else cls(loop)
-
-    def __call__(self) -> float:
-        now = self.real()
-        # The loop reads the clock at least every BEAT_S unless its thread is blocked.
-        self.held_s += max(0.0, now - self.last_s - 2 * BEAT_S)
-        self.last_s = now
-        return now - self.held_s
-
-    def _beat(self) -> None:
-        self.loop.call_later(BEAT_S, self._beat)
-        now = self()
-        for future, until_s in self.until_s.copy().items():
-            if now > until_s and not future.done():
-                future.set_exception(DeadlineError())
-        # One thread is cheapest for short functions. Functions behind a long one get more threads.
-        for _ in range(min(self.queue.qsize(), MAX_THREADS - self.num_threads)):
-            self._add_thread()
-
-    async def in_thread(self, function: Callable[[], object], timeout_s: float | None) -> Outcome:
-        """Runs a function in a daemon thread. A function that hangs outlives its deadline, but
-        blocks neither the event loop nor the interpreter's exit. Raises DeadlineError after
-        timeout_s."""
-        future = self.loop.create_future()
-        self.queue.put((function, timeout_s or math.inf, future))
-        if not self.num_threads:
-            self._add_thread()
-        try:
-            return await future
-        finally:
-            if self.until_s.pop(future, None):  # Its thread ends with the function.
-                self.num_threads -= 1
-
-    def _add_thread(self) -> None:
-        self.num_threads += 1
-        # A threading.Thread's start() waits for the new thread.
-        _thread.start_new_thread(self._work, ())
-
-    def _work(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Runs the next function and sets its future. Returns False if the thread should end."""
-        job = self.queue.get()
-        if job is None:
-            self.queue.put(None)  # Ends the other threads.
-            return False
-        function, timeout_s, future = job
-        if future.cancelled():
-            return True
-        self.until_s[future] = self.real() - self.held_s + timeout_s
+    def work() -> None:
         try:
             done = function(), None
         except BaseException as error:
             done = None, error
-        is_waited_for = self.until_s.pop(future, None) is not None
-        self.ended.append((future, done))
-        if not self.is_waking:  # One call for all functions that end before the loop reads `ended`.
-            self.is_waking = True
-            with suppress(RuntimeError):  # The loop is closed.
-                self.loop.call_soon_threadsafe(self._set_results)
-        return is_waited_for
+        with suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(done))
 
-    def _set_results(self) -> None:
-        self.is_waking = False
-        while self.ended:
-            future, done = self.ended.popleft()
-            if not future.done():
-                future.set_result(done)
+    # A threading.Thread's start() would wait for the new thread.
+    _thread.start_new_thread(work, ())
+    if not await is_done_within(future, timeout_s):
+        raise DeadlineError
+    return future.result()
 
-    def _close(self) -> None:
-        self.queue.put(None)
-        self.close_loop()
 
-    @contextmanager
-    def noting(self, path: str) -> Iterator[None]:
-        """Counts a running hook of this file."""
-        self.paths.add(path)
-        self._count(1)
-        try:
-            yield
-        finally:
-            self._count(-1)
+async def is_done_within(future: asyncio.Future, timeout_s: float | None) -> bool:
+    """Waits for a future, and returns False if it is not done after timeout_s. Time in which
+    something blocks the event loop, such as a save, counts as one of NUM_WAITS waits at most: no
+    coroutine can continue meanwhile."""
+    part_s = None if timeout_s is None else timeout_s / NUM_WAITS
+    for _ in range(NUM_WAITS):
+        if not future.done():
+            await asyncio.wait({future}, timeout=part_s)
+    return future.done()
 
-    def _count(self, change: int) -> None:
-        self.num_running += change
-        if self.look is not None and self.num_running <= 1:
-            self.look()
+
+async def run_within(work: Awaitable[T], timeout_s: float) -> T:
+    """asyncio.wait_for() with the deadline of is_done_within()."""
+    running = asyncio.ensure_future(work)
+    try:
+        if not await is_done_within(running, timeout_s):
+            raise TimeoutError
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    return running.result()
 
 
 async def wait_for_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:
@@ -293,138 +207,7 @@ def describe_error(error: BaseException, path: str) -> str:
     return f"{line}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def plain(value: JSON) -> JSON:
-    """A scalar of numpy or torch as a Python number, for JSON; any other value unchanged."""
-    return value.item() if hasattr(value, "item") else value
-
-
-def finite(value: object, label: str) -> float:
-    """The value, a number or a scalar of numpy or torch, as a finite float. Raises ValueError,
-    which begins with `label`, for any other value."""
-    # Errors of an array of several numbers, or of an int that is too large.
-    with suppress(ValueError, RuntimeError, OverflowError):
-        number = plain(value)
-        if isinstance(number, numbers.Real) and math.isfinite(number):
-            return float(number)
-    raise ValueError(
-        f"{label} is {shorten(value)}; a reward must be a finite number, or a dict of them"
-    )
-
-
-MAX_PARTS = 100  # Names in a dict of rewards; each becomes a metric of every step.
-
-
-def finite_parts(value: object, name: str, label: str) -> dict[str, float]:
-    """The parts of a reward: a dict's entries, or one number under `name`."""
-    if not isinstance(value, dict):
-        return {name: finite(value, label)}
-    if not value or not all(isinstance(key, str) for key in value):
-        raise ValueError(
-            f"{label} is {shorten(value)}; a dict must name each part, as 'format': 0.5"
-        )
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"{label} has {len(value)} names; give at most {MAX_PARTS}")
-    return {key: finite(number, f"{label}: part {key!r}") for key, number in value.items()}
-
-
-NO_RETURN = "returned None: is a `return` missing?"
-
-
 def refuse_none(value: object, name: str, path: str) -> None:
     """Raises ValueError if a hook that must return something returned None."""
     if value is None:
         raise ValueError(f"{path}: {name} {NO_RETURN}")
-
-
-def reward_values(value: object, name: str, source: str) -> dict[str, float | None]:
-    """The parts of a reward, see finite_parts(). A part that is None does not apply to the
-    episode."""
-    if value is None:
-        return {name: None}
-    if not isinstance(value, dict):
-        return dict(finite_parts(value, name, source))
-    numbers = {name: number for name, number in value.items() if number is not None}
-    known = finite_parts(numbers, name, source) if numbers or not value else {}
-    return {name: known.get(name) for name in value}
-
-
-def refuse_unscored(
-    path: str, actor: str, parts: Mapping[str, float], metrics: Mapping[str, float]
-) -> None:
-    """Raises ValueError if every reward of an actor is None."""
-    none = [name.removeprefix(NOT_APPLIED) for name in metrics if name.startswith(NOT_APPLIED)]
-    if none and not parts:
-        raise ValueError(
-            f"{path}: {', '.join(none)} {NO_RETURN} None leaves a reward of {actor} "
-            "out of the sum, so that one reward must be a number"
-        )
-
-
-def is_recorded(name: str) -> bool:
-    """True if the trainer itself records a trajectory's metric of this name."""
-    return RECORDED.fullmatch(name) is not None
-
-
-def env_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """An environment's metrics; `env_` is prepended to names that the trainer records itself."""
-    return {f"env_{k}" if is_recorded(k) else k: value for k, value in metrics.items()}
-
-
-def add_parts(
-    rewards: MutableMapping,
-    metrics: MutableMapping,
-    hook: Hook,
-    parts: Mapping[str, float | None],
-    actors: Collection[str] = (),
-) -> None:
-    """Adds the parts of a reward to `rewards`, or to `metrics` if the weight is 0. A part that is
-    None adds a metric only. Raises ValueError for an actor's name or a repeated name."""
-    for name, value in parts.items():
-        if len(actors) > 1 and name in actors:
-            raise ValueError(
-                f"{hook.path}: {hook.name}() returned a part named {name!r}, which is an actor; "
-                "parts are summed. For a reward of each actor name `actor` among its arguments"
-            )
-        if value is None:
-            metrics[NOT_APPLIED + name] = 1.0
-        elif not hook.weight:
-            metrics.update(env_metrics({name: value}))
-        elif name in rewards:
-            raise ValueError(
-                f"{hook.path}: two hooks give the reward part {name!r}; rename it in one of them"
-            )
-        else:
-            rewards[name] = hook.weight * value
-
-
-def read_answer(answer: object, path: str, ends: bool) -> tuple[list[Message], float | None, bool]:
-    """(messages, reward, is_done) from the result of interact(). `ends`: True if the episode ends
-    without messages."""
-    source = f"{path}: what interact() returned"
-    if not isinstance(answer, dict):
-        answer = {"messages": answer}
-    for key in answer.keys() - {"messages", "reward", "done"}:
-        raise ValueError(f"{source} has an unknown key {key!r}; known: messages, reward, done")
-    reward = answer.get("reward")
-    if reward is not None:
-        reward = finite(reward, f"the reward in {source}")
-    messages = answer.get("messages")
-    if messages is None or messages in ([], ()):
-        return [], reward, bool(answer.get("done")) or ends
-    try:
-        return canonical_messages(messages), reward, bool(answer.get("done"))
-    except ValueError as error:
-        raise ValueError(f"{source} {error}") from None
-
-
-def key_text(value: object) -> str:
-    """A state's key as text: the text itself, JSON of any other value, or "" for None. Raises
-    ValueError for values that are not JSON, because equal values could have different texts."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    try:
-        return json.dumps(value, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the state_key {shorten(value)} is neither text nor JSON: {error}"
-        ) from None

@@ -19,7 +19,8 @@ from rl_core.sampling.actor import DRAWING, EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import add_group_rewards, group_rewards
-from rl_core.sampling.hooks import HookError, LoopClock, refuse_unscored, wait_for_all
+from rl_core.sampling.hooks import HookError, run_within, wait_for_all
+from rl_core.sampling.reward_parts import refuse_unscored
 from rl_core.types import JSON, JSONObject, RunError, SamplingParams, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ class EpisodeRunner:
     async def play_once(self, group: Group) -> list[Trajectory]:
         """One attempt of play(). Raises EngineDied after all episodes have ended."""
         env = self.envs[group.task.env]
-        LoopClock.of_running_loop()  # Deadlines exclude saves and weight updates.
         # Once for all episodes, because turns() may be random.
         drawing = env.draw(group.task, list(self.actors), group.seed_of("schedule"))
         drawn = asyncio.ensure_future(drawing)
@@ -166,7 +166,7 @@ class EpisodeRunner:
         SESSION_CODES.set(codes)
         try:
             playing = env.rollout(await drawn, players)
-            trajectories = await asyncio.wait_for(playing, self.config.episode_timeout_s)
+            trajectories = await run_within(playing, self.config.episode_timeout_s)
             for t in trajectories:
                 check_images(env, t, players[t.actor].chat)
             if not env.group_rewards:
@@ -207,7 +207,7 @@ class EpisodeRunner:
         players = self.players(env, group, SCORING, seed)
         try:
             scoring = group_rewards(env.group_rewards, await drawn, trajectories, players)
-            rewards = await asyncio.wait_for(scoring, self.config.episode_timeout_s)
+            rewards = await run_within(scoring, self.config.episode_timeout_s)
             # No await follows, so that no checkpoint holds a scored group that is still running.
             add_group_rewards(rewards)
             check_scored(env, trajectories)

@@ -3,7 +3,6 @@ teacher_prompt() returns one after an episode is scored."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -18,7 +17,7 @@ from rl_core.models.loading import load_model_config, max_positions
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
-from rl_core.sampling.hooks import wait_for_all
+from rl_core.sampling.hooks import run_within, wait_for_all
 from rl_core.sampling.rollout import EpisodeRunner, Group
 from rl_core.types import JSONObject, Message, Task, Trajectory, Turn
 
@@ -61,7 +60,7 @@ class TeacherPrompts:
         same = [other for other in scored if (other.actor, other.seat) == (t.actor, t.seat)]
         asking = ask(env, task, t, same)
         try:
-            messages = await asyncio.wait_for(asking, player.config.episode_timeout_s)
+            messages = await run_within(asking, player.config.episode_timeout_s)
             if messages:
                 speaker = cast(Actor, player.actors[t.actor])  # Trained, so that it has a chat.
                 assert speaker.chat is not None

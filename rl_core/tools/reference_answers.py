@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from rl_core.data.episodes import WROTE, episode_rewards, failure_reason
 from rl_core.errors import keep_ends, printable
-from rl_core.sampling.hooks import HookError, finite_parts
+from rl_core.sampling.hooks import HookError
+from rl_core.sampling.reward_parts import finite_parts
 from rl_core.sandbox.boxes import NO_SANDBOX
 
 if TYPE_CHECKING:

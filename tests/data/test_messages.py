@@ -41,7 +41,7 @@ from rl_core.environments.agents.chat_completions import read as read_request
 from rl_core.environments.agents.requests import Refusal
 from rl_core.environments.env_file import load_env, rows_of
 from rl_core.rewards.reward_model import RewardModel
-from rl_core.sampling.hooks import read_answer
+from rl_core.sampling.episode import read_answer
 from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.train import main as train
 from rl_core.types import SamplingParams

@@ -4,7 +4,6 @@ run came to its end."""
 from __future__ import annotations
 
 import ast
-import os
 import re
 import signal
 import subprocess
@@ -13,9 +12,6 @@ from pathlib import Path
 
 import pytest
 from kit import ROOT, ForkedProcess, kill_session, metrics, run_ranks, words
-
-from rl_core.sampling.hooks import LoopClock
-from rl_core.sampling.watchdog import run_hooks
 
 SIZES = (
     "--data.shuffle false --max_tokens 4 --tasks_per_step 2 --group_size 2 --num_steps 6 "
@@ -54,8 +50,8 @@ def ended(*args) -> subprocess.CompletedProcess:
 
 HOLDING = f"""
 import asyncio, re, sys, time
-from rl_core.sampling.watchdog import Watchdog, run_hooks
-from rl_core.sampling.hooks import Hook, LoopClock
+from rl_core.sampling import watchdog
+from rl_core.sampling.hooks import Hook
 from rl_core.types import Task
 
 def slow_fn():
@@ -69,7 +65,6 @@ def patient_fn():
     time.sleep(2.5)
 
 async def main():
-    Watchdog(LoopClock.of_running_loop(), 1.5)
     function = globals()[sys.argv[1]]
     hook = Hook(name=sys.argv[1], function=function, path=__file__, timeout_s=100.0, ours=frozenset())
     await hook(Task(id="t", env="x", row={{}}, messages=[]), {{}})
@@ -79,7 +74,9 @@ async def main():
         pass
     print("done", flush=True)
 
-run_hooks(main())
+__name__ = watchdog.MODULE_PREFIX + "holding"
+watchdog.HELD_MARGIN_S = 1.5
+watchdog.run_hooks(main(), 0.0)
 """
 
 
@@ -102,7 +99,7 @@ import sys
 from rl_core.sampling import watchdog
 from rl_core.train import main
 watchdog.HELD_MARGIN_S = 2.0
-sys.exit(main(sys.argv[1:]))
+watchdog.exit_process(main(sys.argv[1:]))
 """
 
 
@@ -137,24 +134,6 @@ async def reward_fn(task):
     assert done.returncode == 0 and "saved step 1" in done.stdout, done.stderr
     assert f"left behind: reward_fn() of {tmp_path}/env.py" in done.stderr
     assert "without waiting for what still runs: sleeper" in done.stderr
-
-
-def test_os_exit_in_a_hook_fails_its_episode_and_a_forked_process_may_call_it(command, tmp_path):
-    code = """
-def reward_fn(task):
-    if task.id == "train/1": os._exit(0)
-    process = os.fork()
-    if process == 0: os._exit(3)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-"""
-    # It learns from rewards that are all equal too.
-    done = run_ranks(
-        1, *command(code, "--rollout.max_failed_fraction 0.9 --algorithm reinforce_pp")
-    )
-    assert done.returncode == 0
-    rows = metrics(tmp_path / "run")
-    assert [row["rollout/policy/failed"] for row in rows] == [2, 0, 0, 0, 0, 0]
-    assert {row["rollout/policy/reward_mean"] for row in rows} == {3.0}
 
 
 def test_what_runs_hooks_runs_them_with_bounded_ends():
@@ -212,19 +191,9 @@ def test_a_rank_with_a_parent_of_its_own_misses_nobody(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_what_a_hook_left_behind_does_when_it_ends_finds_no_watchdog():
-    async def main() -> LoopClock:
-        return LoopClock.of_running_loop()
-
-    clock = run_hooks(main(), 1.0)
-    assert clock.look is None
-    with clock.noting("env.py"):
-        assert clock.num_running == 1
-
-
 TORN_APART = '''
 import atexit, os, sys
-from rl_core.sampling.watchdog import leave_threads
+from rl_core.sampling.watchdog import exit_process
 
 class Thread:
     """As C++ does to a thread that lets go of a tensor in the interpreter's last moments."""
@@ -234,40 +203,15 @@ class Thread:
 
 thread = Thread()
 atexit.register(print, "a library's end")
-leave_threads(3)
 print("the run's end")
-sys.exit(3)
 '''
 
 
-def test_a_rank_that_is_done_is_not_ended_by_what_python_takes_apart():
-    """The status is the run's, what libraries do last is done, and nothing printed is lost."""
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
-    command = [sys.executable, "-c", TORN_APART]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    assert done.stdout.splitlines() == ["the run's end", "a library's end"]
-    del environment["TORCHELASTIC_RUN_ID"]
-    alone = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert alone.returncode == -signal.SIGABRT  # Shows that the first half of this test can fail.
-
-
-LEFT_OPEN = """
-import atexit, sys
-from rl_core.sampling.watchdog import exit_process
-
-file = open(sys.argv[1], "w")
-file.write("text")
-binary = open(sys.argv[1] + "b", "wb")
-binary.write(b"bytes")
-atexit.register(print, "a library's end")
-sys.stdout.write("no newline")
-exit_process(3)
-"""
-
-
-def test_a_process_that_is_done_writes_out_the_files_that_hooks_left_open(tmp_path):
-    command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "x")]
+@pytest.mark.parametrize("end, status", [("exit_process", 3), ("sys.exit", -signal.SIGABRT)])
+def test_exit_process_skips_interpreter_teardown(end, status):
+    """The status is the run's, exit functions are called, and nothing printed is lost."""
+    command = [sys.executable, "-c", f"{TORN_APART}{end}(3)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (3, "no newlinea library's end\n"), done.stderr
-    assert (tmp_path / "x").read_text() == "text" and (tmp_path / "xb").read_bytes() == b"bytes"
+    assert done.returncode == status, done.stderr
+    if end == "exit_process":
+        assert done.stdout.splitlines() == ["the run's end", "a library's end"]

@@ -37,7 +37,7 @@ from rl_core.environments.agents.harbor_tasks import (
 )
 from rl_core.environments.agents.verifier_cache import HOME, NotFetched, fetched_layer
 from rl_core.environments.agents.verifier_tools import VerifierTools, bounded, first_failed_install
-from rl_core.sampling.hooks import finite_parts
+from rl_core.sampling.reward_parts import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS
 from rl_core.sandbox.box_settings import Box, Root, Sidecar

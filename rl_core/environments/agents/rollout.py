@@ -24,7 +24,8 @@ from rl_core.environments.agents.program import (
 )
 from rl_core.sampling.actor import Actor, EpisodeActors
 from rl_core.sampling.env import ARGUMENTS
-from rl_core.sampling.hooks import Hook, HookError, add_parts, reward_values, wait_for_all
+from rl_core.sampling.hooks import Hook, HookError, wait_for_all
+from rl_core.sampling.reward_parts import add_parts, reward_values
 from rl_core.types import JSON, JSONObject, Task, Trajectory
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from rl_core.data.messages import shorten, with_text_arguments
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
-from rl_core.sampling.hooks import finite
+from rl_core.sampling.reward_parts import finite
 from rl_core.types import JSON, JSONObject, Message, Row, Task, Trajectory
 
 START_UP_S, CANCEL_S = 30.0, 5.0

@@ -30,6 +30,7 @@ from rl_core.environments.service.wire import (
     Outbox,
     ServiceError,
 )
+from rl_core.sampling.hooks import run_within
 
 MARGIN_S = 10.0  # Time for an answer beyond the server's deadline.
 BACKOFF_S = (0.1, 5.0)  # First and longest pause between attempts to connect or resend.
@@ -128,7 +129,7 @@ class Connection:
         while True:
             sent = asyncio.wrap_future(self.send(timeout_s, **verb))
             try:
-                return await asyncio.wait_for(sent, max(0.0, until_s - loop.time()))
+                return await run_within(sent, max(0.0, until_s - loop.time()))
             except TimeoutError:
                 why = f": {self.trouble}" if self.trouble else ""
                 message = f"{self.address} did not answer in {limit_s:g} s{why}"

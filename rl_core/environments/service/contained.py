@@ -16,8 +16,7 @@ from typing import BinaryIO
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.hosted import LocalEnv
 from rl_core.environments.service.worker import Worker
-from rl_core.sampling.hooks import LoopClock
-from rl_core.sampling.watchdog import name_what_blocks
+from rl_core.sampling.watchdog import Watchdog
 
 
 def frame(message: pb.Request | pb.Reply) -> bytes:
@@ -28,7 +27,7 @@ def frame(message: pb.Request | pb.Reply) -> bytes:
 async def serve(worker: Worker, requests: BinaryIO, replies: BinaryIO) -> None:
     """Answers requests until stdin closes. The process then exits, even while a hook hangs."""
     loop = asyncio.get_running_loop()
-    name_what_blocks(LoopClock.of_running_loop())
+    Watchdog(loop)
 
     async def answer(request: pb.Request) -> None:
         reply = await worker.answer(request)

@@ -45,8 +45,7 @@ from rl_core.environments.service.wire import (
     failed,
     wrong,
 )
-from rl_core.sampling.hooks import LoopClock
-from rl_core.sampling.watchdog import name_what_blocks
+from rl_core.sampling.watchdog import Watchdog
 from rl_core.sandbox import boxes
 from rl_core.sandbox.remote_driver import box_flags
 
@@ -321,7 +320,7 @@ class Worker:
     async def sweep(self) -> None:
         """Closes idle sessions and sessions whose container ended. Returns once a draining worker
         has no sessions left."""
-        name_what_blocks(LoopClock.of_running_loop())
+        Watchdog(asyncio.get_running_loop())
         while not (self.draining and not self.num_held.total() and not self.answering):
             await asyncio.sleep(min(SWEEP_S, self.idle_s / 4))
             now = time.monotonic()

@@ -54,7 +54,7 @@ class Trackers(Plugin):
             return
         for name in split(trainer.config.trackers):
             run, queue = describe_run(trainer.config, name), SimpleQueue()
-            # Not a daemon: leave_threads() bounds the wait for a thread that hangs.
+            # Not a daemon: exit_process() bounds the wait for a thread that hangs.
             thread = threading.Thread(target=follow, args=(run, queue), name=f"--trackers {name}")
             self.threads[name] = thread, queue
             thread.start()
