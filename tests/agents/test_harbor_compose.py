@@ -60,10 +60,6 @@ HOST = "reaches this machine"
         (IN_DB + "networks: {a: {ipv4_address: 10.0.0.5}}", "a.ipv4_address is not supported"),
         (IN_DB + "networks: [apart]", "shares none with main"),
         (IN_DB + "depends_on: {db: {condition: service_started}}", "wait in a circle: db, db"),
-        (
-            IN_DB + "expose: ['80']\nweb:\n  image: x\n  ports: ['8080:80/tcp']",
-            "db listens on 80 too",
-        ),
         (IN_DB + "volumes: [d:/a]\nweb:\n  image: x\n  volumes: [d:/b]", "d is shared with db"),
         (IN_DB + "x: 1\nmain:\n  depends_on: [cache]", "services.db.x: is not supported"),
         ("main:\n  depends_on: [cache]", "there is no service cache"),
@@ -96,10 +92,10 @@ def test_a_compose_file_does_not_reach_this_machine(tmp_path, services, error):
     "more, error",
     [
         ("include: [other.yaml]", "include: is not supported"),
-        ("volumes: {d: {driver_opts: {o: bind, device: /}}}", f"volumes.d: driver_opts: {HOST}"),
-        ("volumes: {d: {external: true}}", f"volumes.d: external: {HOST}"),
+        ("volumes: {d: {driver_opts: {o: bind, device: /}}}", rf"volumes\.d\.driver_opts: {HOST}"),
+        ("volumes: {d: {external: true}}", rf"volumes\.d\.external: {HOST}"),
         ("networks: {default: {driver: host}}", rf"networks\.default\.driver: {HOST}"),
-        ("networks: {default: {external: true}}", r"networks\.default\.external: is not supported"),
+        ("networks: {default: {external: true}}", rf"networks\.default\.external: {HOST}"),
         # 9 levels of 9 aliases are a billion values.
         (
             "x-0: &x0 [1]\n"

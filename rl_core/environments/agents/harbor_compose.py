@@ -35,11 +35,15 @@ HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 IDLE = re.compile(r"(?:(?:/bin/)?(?:ba)?sh -l?c )?(?:sleep infinity|tail -f /dev/null)")
 MOUNT = re.compile(r"/[\w./@+ -]*")
 CONDITIONS = ("service_started", "service_healthy", "service_completed_successfully")
+OF_NETWORK = ("driver", "internal", "name", "labels", "attachable")
+OF_VOLUME = ("driver", "name", "labels")
 TOP = ("services", "networks", "volumes", "version", "name")
 # Containers publish no ports, and have the limits of [environment].
-IGNORED = "annotations attach cap_drop cpu_shares cpus deploy init labels logging mem_limit "
-IGNORED += "mem_reservation memswap_limit pids_limit platform profiles pull_policy read_only "
-IGNORED += "restart shm_size stdin_open stop_grace_period stop_signal tty ulimits"
+IGNORED = "annotations attach cap_drop cpu_shares cpus deploy expose init labels logging "
+IGNORED += "mem_limit mem_reservation memswap_limit pids_limit platform ports profiles "
+IGNORED += (
+    "pull_policy read_only restart shm_size stdin_open stop_grace_period stop_signal tty ulimits"
+)
 REFUSED = "privileged devices device_cgroup_rules pid ipc uts cgroup cgroup_parent userns_mode "
 REFUSED += "sysctls runtime gpus use_api_socket volumes_from extra_hosts dns external_links"
 HOST = "reaches this machine; leave it out"
@@ -125,7 +129,6 @@ class ComposeReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.ports: dict[str, str] = {}  # Port -> service that listens there.
         self.volumes: dict[str, str] = {}  # Volume -> service that uses it.
         self.builds: dict[str, ComposeBuild] = {}
         self.network = True
@@ -135,14 +138,13 @@ class ComposeReader:
         for key in top:
             if key not in TOP and not key.startswith("x-"):
                 raise ValueError(f"{key}: is not supported")
-        self.check_networks(as_table(top.get("networks"), "networks"))
-        for name, volume in as_table(top.get("volumes"), "volumes").items():
-            settings = as_table(volume, f"volumes.{name}")
-            if settings.keys() - {"name", "labels", "driver"} or settings.get("driver") not in (
-                None,
-                "local",
-            ):
-                raise ValueError(f"volumes.{name}: {', '.join(settings)}: {HOST}")
+        for key, known in (("networks", OF_NETWORK), ("volumes", OF_VOLUME)):
+            for name, each in as_table(top.get(key), key).items():
+                settings = as_table(each, f"{key}.{name}")
+                if settings.get("driver") not in (None, "bridge", "local"):
+                    raise ValueError(f"{key}.{name}.driver: {HOST}")
+                if unknown := settings.keys() - {*known}:
+                    raise ValueError(f"{key}.{name}.{sorted(unknown)[0]}: {HOST}")
         services = as_table(top.get("services"), "services")
         services = {name: as_table(each, f"services.{name}") for name, each in services.items()}
         services = {name: each for name, each in services.items() if not each.get("profiles")}
@@ -163,14 +165,6 @@ class ComposeReader:
         if sidecars:
             sidecars[0].host_names += main.host_names
         return Composition(main=main, sidecars=sidecars, builds=self.builds, network=self.network)
-
-    def check_networks(self, networks: JSONObject) -> None:
-        for name, network in networks.items():
-            settings = as_table(network, f"networks.{name}")
-            if settings.get("driver", "bridge") != "bridge":
-                raise ValueError(f"networks.{name}.driver: {HOST}")
-            for key in settings.keys() - {"driver", "internal", "name", "labels", "attachable"}:
-                raise ValueError(f"networks.{name}.{key}: is not supported")
 
     def service(self, name: str, values: JSONObject) -> Sidecar:
         if not HOST_NAME.fullmatch(name) or name == "localhost":
@@ -207,13 +201,6 @@ class ComposeReader:
             raise ValueError(f"there is no {resolved}")
         return resolved
 
-    def text_of(self, path: str) -> str:
-        """The text of a file in environment/. Raises ValueError if there is none."""
-        file = self.inside(path)
-        if not file.is_file():
-            raise ValueError(f"{file} is not a file")
-        return file.read_text(encoding="utf-8")
-
     # One method for each key that is read.
 
     def read_image(self, sidecar: Sidecar, value: JSON) -> None:
@@ -248,7 +235,10 @@ class ComposeReader:
     def read_env_file(self, sidecar: Sidecar, value: JSON) -> None:
         for each in reversed(value) if isinstance(value, list) else [value]:
             path = each.get("path", "") if isinstance(each, dict) else each
-            lines = self.text_of(as_text(path)).splitlines()
+            file = self.inside(as_text(path))
+            if not file.is_file():
+                raise ValueError(f"{file} is not a file")
+            lines = file.read_text(encoding="utf-8").splitlines()
             lines = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
             values = {name: text.strip("\"'") for name, text in pairs(lines)}
             sidecar.environ = values | sidecar.environ
@@ -351,18 +341,6 @@ class ComposeReader:
         for option in map(as_text, as_list(value)):
             if not option.startswith("no-new-privileges"):
                 raise ValueError(f"{option!r} {HOST}")
-
-    def read_expose(self, sidecar: Sidecar, value: JSON) -> None:
-        for each in as_list(value):
-            text = as_text(each.get("target", "") if isinstance(each, dict) else each)
-            port = text.rpartition(":")[2].partition("/")[0]
-            if self.ports.setdefault(port, sidecar.name) != sidecar.name:
-                raise ValueError(
-                    f"{self.ports[port]} listens on {port} too, and services of a box share one "
-                    "network; choose another port"
-                )
-
-    read_ports = read_expose
 
 
 def check_main(main: Sidecar, where: str) -> None:
