@@ -4,19 +4,13 @@ answers."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 
 import pytest
 from test_sessions import ASK, Client, play, worker_of  # noqa: F401  (a fixture)
 
-from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.service import actors
 from rl_core.environments.service import environments_pb2 as pb
-from rl_core.environments.service.speakers import Speakers
-from rl_core.environments.service.wire import ServiceError
-from rl_core.sampling.actor import EpisodeActors
-from rl_core.types import SamplingParams
 
 CAST = json.dumps([{"name": "policy", "max_turns": 4}, {"name": "judge", "is_trainable": False}])
 GAME = """
@@ -324,65 +318,3 @@ def test_a_session_whose_asks_nobody_answers_expires(worker_of):  # noqa: F811
         assert "expired" in await client.answer(1, spoken(1), code="ended")
 
     play(worker_of(GAME, idle_s=0.2), script, Player)
-
-
-def test_who_takes_the_place_of_a_lost_session_hears_what_was_said_and_asks_the_same():
-    chosen = ScriptedActor(
-        name="policy", chat=plain_chat(), replies=[f"{n}" for n in range(9)], max_context_tokens=160
-    )
-    speakers = Speakers(
-        EpisodeActors({"policy": chosen}, SamplingParams(max_tokens=50), 0, "e"), is_replaying=True
-    )
-    asks, opened = itertools.count(1), {"actor": "policy", "messages": json.dumps(ASK)}
-
-    async def say(conversation: int, text: str = "") -> tuple:
-        messages = json.dumps([{"role": "user", "content": text}] if text else [])
-        output = await speakers.speak(
-            pb.Ask(id=next(asks), conversation=conversation, messages=messages)
-        )
-        return (
-            output.text,
-            output.messages != "[]",
-            output.turn != "",
-            output.truncated,
-            output.error,
-        )
-
-    async def play(one: int, two: int, other: int) -> list[tuple]:
-        speakers.begin()
-        speakers.open(pb.Opening(conversation=one, **opened))
-        replies = [await say(one)]
-        speakers.open(pb.Opening(conversation=two, fork_of=one))
-        replies += [
-            await say(one, "more"),
-            await say(two, "less"),
-            await say(one, "x" * 200),
-            await say(two, "and"),
-        ]
-        speakers.open(pb.Opening(conversation=other, actor="nobody", messages="[]"))
-        return [*replies, await say(other)]
-
-    async def lose_it() -> None:
-        first = await play(1, 2, 3)
-        # The third reply finds its context full.
-        assert first[:-1] == [
-            *[(n, True, True, False, "") for n in "012"],
-            ("", False, False, True, ""),
-            ("3", True, True, False, ""),
-        ]
-        assert first[-1][-1].startswith("KeyError") and await play(6, 5, 4) == first
-        speakers.check_replay()
-        assert (await say(5, "on"))[0] == "4"
-        speakers.begin()
-        speakers.open(pb.Opening(conversation=1, **opened))
-        assert (await say(1))[0] == "0"
-        with pytest.raises(
-            ServiceError, match="its replay differs: it asked its actors something else"
-        ):
-            speakers.check_replay()
-        with pytest.raises(
-            ServiceError, match="its replay differs: it asked its actors something else"
-        ):
-            await say(1, "something else")
-
-    asyncio.run(lose_it())

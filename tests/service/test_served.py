@@ -166,12 +166,6 @@ async def interact(messages, state, completion, task):
         raise ValueError("it was said to raise")
     if said == "hang":
         await asyncio.sleep(600)
-    if said == "name":
-        return [{{"role": "user", "content": state["name"]}}]
-    if said == "luck":
-        return {{"messages": [], "reward": float(int(state["name"], 16))}}
-    if said == "die":
-        os._exit(7)
     if said == "wait":
         await asyncio.sleep(0.4)
     if said == "completion":
@@ -193,9 +187,6 @@ async def rollout(task, actors):
     policy, judge = actors["policy"], actors["judge"]
     if task.row.get("is_race"):
         return [await _race(policy, judge)]
-    if odd := task.row.get("odd"):
-        chance = await policy.respond(os.urandom(4).hex() if odd == "conversation" else "hi")
-        await chance.respond(os.urandom(4).hex() if odd == "turn" else "ho")
     first, other = await policy.respond(task.messages, n=2, state_key=["opening", 2])
     branch, before = first.fork(), first.turns[0].completion.logprobs[0]
     replies = await asyncio.gather(first.respond("more", state_key="more"), branch.respond([{{"role": "user", "content": "less"}}]))
@@ -276,34 +267,6 @@ def reward_fn(result, answer, completion):
     return len(result) / 9 + sum(map(ord, completion)) / 999
 """
 # The first two pairs that run together die with their worker.
-TWINS = """
-import asyncio
-import os
-from pathlib import Path
-from rl_core import reward
-
-running = 0
-
-async def score():
-    global running
-    running += 1
-    while running < 2:
-        await asyncio.sleep(0.01)
-    if len(os.listdir("{path}")) < 2:
-        Path("{path}", str(os.getpid())).touch()
-        os._exit(1)
-
-@reward
-async def one():
-    await score()
-    return 1.0
-
-@reward
-async def two():
-    await score()
-    return 2.0
-"""
-
 SIGHT = """
 max_turns = 2
 
@@ -693,10 +656,9 @@ def test_columns_that_a_served_hook_does_not_find_are_refused_at_start_up(servic
             "stateful, talk",
         ),
         (
-            "grpc://{0}/count?on_loss=replay",
-            "unknown setting 'on_loss'; known: ca, on_lost, owner, reconnect_s, token_file",
+            "grpc://{0}/count?on_lost=replay",
+            "unknown setting 'on_lost'; known: ca, owner, reconnect_s, token_file",
         ),
-        ("grpc://{0}/count?on_lost=retry", "on_lost=retry must be fail or replay"),
         ("http://{0}/count", "must be grpc://HOST:PORT/NAME"),
         ("grpc://{0}/", "must be grpc://HOST:PORT/NAME: add the name of an environment"),
         ("grpc://127.0.0.1/count", "grpc://127.0.0.1/count must be grpc://HOST:PORT/NAME"),
@@ -770,19 +732,15 @@ class Playing:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("on_lost", ["fail", "replay"])
-def test_a_session_whose_worker_died_fails_or_is_played_again(on_lost, service):
-    async def lose(third: str) -> str:
-        playing = await Playing(service.url("count", on_lost=on_lost)).start()
-        assert [await playing.say("a"), await playing.say(third and "b")] == ["1", "2"]
+def test_a_session_fails_whose_worker_died(service):
+    async def lose() -> str:
+        playing = await Playing(service.url("count")).start()
+        assert [await playing.say("a"), await playing.say("b")] == ["1", "2"]
         playing.kill_worker(service)
         return await playing.say("c")
 
-    if on_lost == "fail":
-        with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
-            asyncio.run(lose("b"))
-    else:
-        assert asyncio.run(lose("b")) == "3"
+    with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
+        asyncio.run(lose())
 
 
 class Acting(ScriptedActor):
@@ -842,24 +800,15 @@ def mortal(files):
     kill_session(made.process)
 
 
-@pytest.mark.parametrize(
-    "on_lost, name, at", [("fail", "asking", 3), ("replay", "asking", 3), ("replay", "hinted", 1)]
-)
-def test_a_session_whose_worker_died_while_it_asked_fails_or_is_asked_again(
-    on_lost, name, at, mortal, files
-):
-    local = play(load_env(str(files / f"{name}.py")), [], actors=speakers())
+@pytest.mark.parametrize("name, at", [("asking", 3), ("hinted", 1)])
+def test_a_session_fails_whose_worker_died_while_it_asked(name, at, mortal):
     wait_until(lambda: mortal.num_open(name) == 0, "sessions end", 30)
     cast = speakers(kill_once(mortal, name, at))
-    observed = play(load_env(mortal.url(name, on_lost=on_lost)), [], actors=cast)
-    assert {t.status for t in local} == {"ok"} and len(local) == (3 if name == "asking" else 1)
-    if on_lost == "replay":
-        assert observed == local
-    else:
-        assert {t.status for t in observed} == {"failed"}
-        assert re.search(
-            r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", observed[0].error
-        )
+    observed = play(load_env(mortal.url(name)), [], actors=cast)
+    assert {t.status for t in observed} == {"failed"}
+    assert re.search(
+        r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", observed[0].error
+    )
 
 
 def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_path, capfd):
@@ -893,21 +842,10 @@ def test_each_trajectory_has_the_hash_of_the_file_whose_session_scored_it(tmp_pa
 
 
 def test_workers_with_different_files_side_by_side_are_told_once(capsys):
-    served = client.Served(url="grpc://x", name="x", connection=None, is_replaying=False)
+    served = client.Served(url="grpc://x", name="x", connection=None)
     for code in ("a", "b", "a", "", "b"):
         served.hear_code(code)
     assert capsys.readouterr().err.count("changed during the run") == 1 and served.code == "b"
-
-
-@pytest.mark.parametrize("odd", ["conversation", "turn"])
-def test_a_replay_that_asks_actors_otherwise_fails(odd, mortal):
-    cast = speakers(kill_once(mortal, "asking", 3))
-    [*observed] = play(load_env(mortal.url("asking", on_lost="replay")), [], actors=cast, odd=odd)
-    assert {t.status for t in observed} == {"failed"}
-    assert re.search(
-        r"session \S+ was lost, and its replay differs: it asked its actors something else",
-        observed[0].error,
-    )
 
 
 def test_an_engine_that_dies_while_a_service_asks_is_started_again(service, files):
@@ -959,58 +897,6 @@ def test_what_an_actor_raises_reads_as_in_a_file(service, files):
     )
     assert two == one.replace("train/3: ", f"train/3: grpc://{service.address}/asking: ")
     assert "ValueError: a prompt of" in one
-
-
-def test_what_is_said_to_a_session_that_another_replaced_takes_no_number_of_it(service):
-    async def replace() -> None:
-        playing = await Playing(service.url("count", on_lost="replay")).start()
-        lost = playing.state.name
-        await playing.say("a")
-        await playing.state.begin("start")
-        # A reward that runs at the same time as another.
-        with pytest.raises(client.ServiceError, match=f"session {lost} was lost"):
-            await playing.state.send("reward_fn", lost, pb.AnswerRequest())
-        assert await playing.say("b") == "2"
-
-    asyncio.run(replace())
-
-
-@pytest.mark.parametrize("replies", ["name", "luck"])
-def test_a_replay_that_is_answered_otherwise_fails(replies, service):
-    async def lose() -> None:
-        playing = await Playing(service.url("count", on_lost="replay")).start()
-        await playing.say(replies)  # a message, and a reward, that each session draws
-        playing.kill_worker(service)
-        await playing.say("b")
-
-    with pytest.raises(
-        HookError, match="was lost, and its replay differs: turn 1 has another result"
-    ):
-        asyncio.run(lose())
-
-
-def test_a_session_that_ends_its_workers_is_not_played_again_for_ever(service, monkeypatch):
-    async def die() -> None:
-        playing = await Playing(service.url("count", on_lost="replay")).start()
-        await asyncio.wait_for(playing.say("die"), 90)
-
-    monkeypatch.setattr(client, "MAX_REPLAYS", 1)
-    with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
-        asyncio.run(die())
-
-
-def test_one_loss_counts_once_for_rewards_side_by_side(files, tmp_path, monkeypatch):
-    """Two losses, each heard by two rewards, are as many as a session may have."""
-    (tmp_path / "died").mkdir()
-    (tmp_path / "twins.py").write_text(TWINS.format(path=tmp_path / "died"))
-    made = Service(tmp_path / "twins.py", "--workers", "3")
-    try:
-        monkeypatch.setattr(client, "MAX_REPLAYS", 2)
-        [observed] = play(load_env(made.url("twins", on_lost="replay")), ["a"])
-    finally:
-        kill_session(made.process)
-    assert len(os.listdir(tmp_path / "died")) == 2
-    assert observed.reward_parts == {"one": 1.0, "two": 2.0}, observed.error
 
 
 def test_the_weight_of_a_task_is_that_of_the_file(service):
@@ -1389,10 +1275,7 @@ def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_mi
 SLOW = COUNT.replace('state["turns"] += 1', 'state["turns"] += 1; await asyncio.sleep(0.15)')
 
 
-@pytest.mark.parametrize("on_lost", ["fail", "replay"])
-def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
-    on_lost, tiny_model, tmp_path
-):
+def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(tiny_model, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     service = Service(tmp_path / "slow.py", "--workers", "2")
     over, killed = threading.Event(), []
@@ -1412,7 +1295,7 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
     killing = threading.Thread(target=kill)
     killing.start()
     try:
-        url = service.url("slow", on_lost=on_lost)
+        url = service.url("slow")
         flags = words(
             "--model", tiny_model, f"--env_path {url} --max_tokens 3 --max_prompt_tokens 64 {STOP}"
         )
@@ -1439,8 +1322,7 @@ def test_a_run_whose_workers_die_finishes_and_what_it_reports_adds_up(
                 assert re.search(
                     r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost with its worker ", row["error"]
                 )
-    num_failed = sum(row["status"] == "failed" for step in rows for row in step)
-    assert num_failed if on_lost == "fail" else not num_failed
+    assert any(row["status"] == "failed" for step in rows for row in step)
 
 
 def test_the_example_plays_with_nothing_but_grpc(examples, token):

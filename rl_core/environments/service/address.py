@@ -9,7 +9,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from rl_core.environments.service.security import Access, read_token
 
-SETTINGS = {"token_file", "ca", "reconnect_s", "on_lost", "owner"}
+SETTINGS = {"token_file", "ca", "reconnect_s", "owner"}
 HOST_PORT = re.compile(r"([^:\[\]]+|\[[^\[\]]+\]):(\d+)")
 
 

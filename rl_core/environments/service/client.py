@@ -22,8 +22,6 @@ from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SESSION_CODES, SPOKEN
 from rl_core.types import JSONObject, Row, Task, Trajectory
 
 with needing_grpc("--env_path grpc://..."):
-    from grpc import StatusCode
-
     from rl_core.environments.service import environments_pb2 as pb
     from rl_core.environments.service.address import access_to, read_url, seconds
     from rl_core.environments.service.connection import Connection
@@ -41,8 +39,6 @@ with needing_grpc("--env_path grpc://..."):
 ANSWER_S = 600.0
 # Actors that answer within this time cost one request; slower ones cost two.
 SOON_S = 0.05
-# Replays of one session at most: a session that kills its worker must not kill all workers.
-MAX_REPLAYS = 3
 MAX_TURNS = 2**31 - 1  # No limit for the service: the trainer counts turns.
 
 
@@ -53,7 +49,6 @@ class Served:
     url: str  # The URL without settings.
     name: str
     connection: Connection
-    is_replaying: bool  # True if lost sessions are replayed.
     owner: str = ""  # Owner name that sessions are started with.
     code: str = ""  # Hash of the environment file of the latest session.
     codes: set[str] = field(default_factory=set)  # Hashes of all sessions.
@@ -96,12 +91,10 @@ class RemoteSession:
     def __init__(self, served: Served, start: pb.StartRequest, actors: EpisodeActors | None = None):
         self.served = served
         self.start = start
-        self.speakers = Speakers(actors, served.is_replaying)
+        self.speakers = Speakers(actors)
         self.start.cast = self.speakers.described() if actors else ""
         self.name, self.number = "", 0  # Without a name, the next request starts a session.
         self.messages: list[dict] = []  # Messages that the server knows.
-        self.past: list[tuple[pb.RunRequest, str]] = []  # (request, result) pairs for a replay.
-        self.num_lost = 0
         self.lock = asyncio.Lock()
         # Arguments of connection.end() when this object is garbage-collected.
         self.kept = {"session": "", "status": pb.CANCELLED}
@@ -110,83 +103,43 @@ class RemoteSession:
         )
 
     async def begin(self, hook: str) -> None:
-        """Starts a session and replays all earlier requests in it. Raises ServiceError."""
+        """Starts the session. Raises ServiceError."""
         served = self.served
-        task_id = self.start.task_id
         self.start.key = secrets.token_hex(8)
-        reply = await served.ask(hook, task_id, start=self.start)
+        reply = await served.ask(hook, self.start.task_id, start=self.start)
         served.hear_code(reply.code)
         if reply.code:
             SESSION_CODES.get([]).append(reply.code)
-        served.connection.end(**self.kept)
-        lost = self.kept["session"]
-        self.kept["session"] = reply.session
-        served.connection.hold(reply.session, reply.idle_s)
-        name = reply.session
-        self.number = 0
-        self.speakers.begin()
+        name = self.kept["session"] = reply.session
+        served.connection.hold(name, reply.idle_s)
         reply = await self.result(hook, name, 0, reply)
-        for turn, (past, before) in enumerate(self.past, 1):
-            request = pb.RunRequest(hook=past.hook, said=past.said)
-            if (await self.numbered(hook, name, request)).value != before:
-                message = (
-                    f"session {lost} was lost, and its replay differs: turn {turn} has another "
-                    "result"
-                )
-                error = ServiceError(StatusCode.ABORTED, message)
-                error.service_message = f"{served.url}: {message}"
-                raise error
         # The server keeps the start's messages; said_since() sends the rest again.
         self.messages = from_json(reply.messages, list, "messages")
         self.name = name
 
-    async def ask(self, hook: pb.Hook, make: Callable[[], Numbered]) -> tuple[Any, Numbered]:
-        """(result, request) of a request that make() creates. Raises ServiceError and ends the
-        session on failure."""
-        while True:
-            asked = ""
-            try:
-                async with self.lock:
-                    if not self.name:
-                        await self.begin(hook.name)
-                # No await between here and the send: requests are sent in the order of their
-                # numbers.
-                asked = self.name
-                request = make()
-                result = await self.numbered(hook.name, asked, request)
-                if self.num_lost and not hook.is_reward:
-                    self.speakers.check_replay()
-                return result, request
-            except ServiceError as error:
-                if not self.may_replay(error, asked):
-                    self.end()
-                    error.service_message = error.service_message.replace(
-                        "the session", f"session {asked}", 1
-                    )
-                    raise
-                if asked == self.name:
-                    self.name = ""
-                    self.num_lost = self.num_lost + 1
+    async def ask(self, hook: pb.Hook, make: Callable[[], Numbered]) -> Any:
+        """The result of a request that make() creates. Raises ServiceError and ends the session on
+        failure."""
+        try:
+            async with self.lock:
+                if not self.name:
+                    await self.begin(hook.name)
+            # No await between here and the send: requests are sent in the order of their numbers.
+            return await self.numbered(hook.name, self.name, make())
+        except ServiceError as error:
+            self.end()
+            error.service_message = error.service_message.replace(
+                "the session", f"session {self.name}", 1
+            )
+            raise
 
     async def call(self, hook: pb.Hook, arguments: dict[str, object]) -> object:
         """Runs a hook of this session and returns its result."""
-        reply, request = await self.ask(
+        reply = await self.ask(
             hook, lambda: pb.RunRequest(hook=hook.name, said=self.said_since(hook, arguments))
         )
-        if self.served.is_replaying and not hook.is_reward:
-            self.past.append((request, reply.value))
         self.kept["status"] = pb.COMPLETED
         return from_json(reply.value, object, "a value")
-
-    def may_replay(self, error: BaseException, session: str) -> bool:
-        """True if a new session may replace a lost one. The first hook that gets the error
-        decides."""
-        is_lost = isinstance(error, ServiceError) and error.code is StatusCode.DATA_LOSS
-        return (
-            is_lost
-            and self.served.is_replaying
-            and (session != self.name or self.num_lost < MAX_REPLAYS)
-        )
 
     async def numbered(self, hook: str, session: str, request: Numbered) -> Any:
         """Sends a numbered request and returns its result."""
@@ -194,9 +147,6 @@ class RemoteSession:
         return await self.result(hook, session, request.number, reply)
 
     async def send(self, hook: str, session: str, request: Numbered) -> Any:
-        # Another hook saw the loss first, and self.number counts in the new session.
-        if session != self.kept["session"]:
-            raise ServiceError(StatusCode.DATA_LOSS, f"session {session} was lost")
         request.session = session
         request.number = self.number + 1
         self.number = self.number + 1
@@ -238,11 +188,8 @@ class RemoteSession:
                     if listening:
                         await asyncio.wait({listening})
                     return getattr(reply, news)
-        except BaseException as error:
-            if not self.may_replay(error, session):
-                self.end()  # At once: reference cycles with the actors' tasks delay finalize().
-            elif running:  # The session's replacement gets their replies.
-                await asyncio.wait(running)
+        except BaseException:
+            self.end()  # At once: reference cycles with the actors' tasks delay finalize().
             raise
         finally:
             for task in (*running, *filter(None, [listening])):
@@ -284,17 +231,12 @@ def parse(url: str) -> Served:
         raise ValueError(
             f"{plain_url} must be grpc://HOST:PORT/NAME: add the name of an environment"
         )
-    if (on_lost := settings.get("on_lost", "fail")) not in ("fail", "replay"):
-        raise ValueError(f"{plain_url}: on_lost={on_lost} must be fail or replay")
     wait = settings.get("reconnect_s")
     reconnect_s = None if wait is None else seconds(wait, f"{plain_url}: reconnect_s")
     files = settings.get("token_file", ""), settings.get("ca", "")
     connection = connect(parts.netloc, *files, parts.scheme == "grpcs", reconnect_s)
     owner = settings.get("owner") or f"{socket.gethostname()}/{os.getpid()}"
-    replays = on_lost == "replay"
-    return Served(
-        url=plain_url, name=name, connection=connection, is_replaying=replays, owner=owner
-    )
+    return Served(url=plain_url, name=name, connection=connection, owner=owner)
 
 
 def load_module(url: str) -> ModuleType:
@@ -418,7 +360,7 @@ def session_hook(served: Served, hook: pb.Hook) -> Callable:
 def rollout_hook(served: Served, hook: pb.Hook) -> Callable:
     async def rollout(task: Task, actors: EpisodeActors, **_: object) -> list[Trajectory]:
         session = RemoteSession(served, start_request(served, task), actors)
-        reply, _ = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
+        reply = await session.ask(hook, lambda: pb.RunRequest(hook=hook.name))
         return session.speakers.trajectories(reply.value)
 
     return signed(rollout, hook, "task", "actors")
@@ -436,7 +378,7 @@ def group_hook(served: Served, hook: pb.Hook) -> Callable:
         of_hook = {"hook": hook.name, "given": to_json(arguments, "the group")}
         if asks_actors(hook):
             session = RemoteSession(served, start_request(served, task, no_start=True), actors)
-            reply, _ = await session.ask(hook, lambda: pb.RunRequest(**of_hook))
+            reply = await session.ask(hook, lambda: pb.RunRequest(**of_hook))
         else:
             reply = await served.ask(
                 hook.name, task.id, call=pb.CallRequest(env=served.name, **of_hook)

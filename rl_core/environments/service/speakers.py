@@ -4,13 +4,11 @@ file in the run."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-
-from grpc import StatusCode
+from dataclasses import asdict
 
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.actors import plain_turn, read_images, read_turn
-from rl_core.environments.service.wire import ServiceError, from_json, to_json
+from rl_core.environments.service.wire import from_json, to_json
 from rl_core.sampling.actor import Actor, Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import JSONObject, Trajectory, Turn
@@ -26,30 +24,12 @@ FIELDS = (
 )
 
 
-@dataclass(kw_only=True, eq=False)
-class Voice:
-    """A conversation, or the exception that opening it raised, and its past turns for replays."""
-
-    conversation: Conversation | Exception
-    # (messages before the turn as JSON, the reply, its Turn) for each turn.
-    past: list[tuple[str, pb.Spoken, Turn | None]] = field(default_factory=list)
-    num_heard: int = 0  # Turns that this session has got.
-
-
 class Speakers:
-    def __init__(self, actors: Mapping[str, Actor] | None, is_replaying: bool):
+    def __init__(self, actors: Mapping[str, Actor] | None):
         self.actors = actors
-        self.is_replaying = is_replaying
-        # (key of the opening, its voice) pairs.
-        self.known: list[tuple[tuple[object, ...], Voice]] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """Prepares for a new session."""
-        # Voices by conversation number; turns by ask number.
-        self.unheard, self.voices, self.turns = list(self.known), {}, {}
-        for _, voice in self.known:
-            voice.num_heard = 0
+        # By number: conversations, or the exceptions that opening them raised.
+        self.conversations: dict[int, Conversation | Exception] = {}
+        self.turns: dict[int, Turn] = {}  # By number of the ask.
 
     def described(self) -> str:
         """The `cast` of a StartRequest."""
@@ -61,36 +41,17 @@ class Speakers:
         return to_json(cast, "the actors")
 
     def open(self, opening: pb.Opening) -> None:
-        parent = self.voices.get(opening.fork_of)
-        number = opening.conversation
-        num_heard = opening.replies or (parent.num_heard if parent else 0)
-        opening.conversation = opening.fork_of = 0
-        key = (
-            opening.SerializeToString(deterministic=True),
-            parent and (id(parent), num_heard),
-        )
-        voice = next((voice for known, voice in self.unheard if known == key), None)
-        if voice:
-            self.unheard.remove((key, voice))
-        elif parent and not opening.replies and parent.num_heard < len(parent.past):
-            raise differs()  # The conversation is ahead of this session.
-        else:
-            try:
-                voice = Voice(conversation=self.begun(opening, parent))
-            except Exception as error:  # Raised in the hook at the first turn.
-                voice = Voice(conversation=error)
-            voice.past = parent.past[:num_heard] if parent else []
-            self.known += [(key, voice)] if self.is_replaying else []
-        voice.num_heard = num_heard
-        self.voices[number] = voice
-
-    def begun(self, opening: pb.Opening, parent: Voice | None) -> Conversation:
-        """Opens a new, branched or forked conversation."""
-        if parent is None:
-            return self.converse(opening)
-        if opening.replies:
-            return parent.conversation.at(opening.replies)
-        return parent.conversation.fork()
+        """Opens a new, branched or forked conversation. Its error is raised in the hook, at the
+        first turn."""
+        try:
+            if parent := self.conversations.get(opening.fork_of):
+                replies = opening.replies
+                conversation = parent.at(replies) if replies else parent.fork()
+            else:
+                conversation = self.converse(opening)
+        except Exception as error:
+            conversation = error
+        self.conversations[opening.conversation] = conversation
 
     def converse(self, opening: pb.Opening) -> Conversation:
         sampling = read_sampling(opening.sampling)
@@ -101,21 +62,11 @@ class Speakers:
     async def speak(self, ask: pb.Ask) -> pb.Spoken:
         """The actor's next turn, or its error. Raises EngineDied, which hooks do not see: the run
         repeats the group."""
-        voice = self.voices[ask.conversation]
-        number = voice.num_heard
-        voice.num_heard = voice.num_heard + 1
-        if number < len(voice.past):
-            messages, spoken, turn = voice.past[number]
-            if messages != ask.messages:
-                raise differs()
-        else:
-            spoken, turn = await self.respond(voice.conversation, ask)
-            voice.past += [(ask.messages, spoken, turn)] if self.is_replaying else []
-        answer = pb.Spoken(ask=ask.id)
-        answer.MergeFrom(spoken)
+        spoken, turn = await self.respond(self.conversations[ask.conversation], ask)
+        spoken.ask = ask.id
         if turn:
             self.turns[ask.id] = turn
-        return answer
+        return spoken
 
     async def respond(
         self, conversation: Conversation | Exception, ask: pb.Ask
@@ -141,11 +92,6 @@ class Speakers:
         except Exception as error:
             return pb.Spoken(error=f"{type(error).__name__}: {error}"), None
 
-    def check_replay(self) -> None:
-        """Raises ServiceError if the session has not repeated all asks of the lost one."""
-        if any(voice.num_heard < len(voice.past) for _, voice in self.known):
-            raise differs()
-
     def trajectories(self, value: str) -> list[Trajectory]:
         """Trajectories from the result of rollout(). Numbers of asks become this side's turns."""
         trajectories = []
@@ -170,10 +116,3 @@ def read_sampling(value: str) -> JSONObject:
         if isinstance(setting, list):
             sampling[name] = tuple(setting)
     return sampling
-
-
-def differs() -> ServiceError:
-    return ServiceError(
-        StatusCode.ABORTED,
-        "the session was lost, and its replay differs: it asked its actors something else",
-    )
