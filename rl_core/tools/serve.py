@@ -7,7 +7,7 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from rl_core.errors import nearest, split
+from rl_core.errors import split
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """Raises ValueError for flags that contradict each other."""
-    from rl_core.environments.service.flags import DISPATCH, add_flags
+    from rl_core.environments.service.flags import add_flags
 
     parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
     add_flags(parser)
@@ -57,12 +57,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         help="starts of each environment that may wait for room",
     )
     parser.add_argument(
-        "--dispatch",
-        default="most_room",
-        metavar="NAME",
-        help=f"which worker gets a session: {', '.join(DISPATCH)}",
-    )
-    parser.add_argument(
         "--heartbeat_s",
         type=float,
         default=2.0,
@@ -85,8 +79,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
     if args.warm < 0:
         raise ValueError(f"--warm {args.warm} must be at least 0")
-    if args.dispatch not in DISPATCH:
-        raise ValueError(f"--dispatch {args.dispatch}: {nearest(args.dispatch, DISPATCH)}")
     # GRPC takes the remainder.
     if any(not 0 <= port < 1 << 16 for port in (args.port, args.http_port or 0)):
         raise ValueError(

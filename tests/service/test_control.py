@@ -17,12 +17,11 @@ from test_service import COUNTER, TOKEN, serving
 
 from rl_core.environments.service import client, manage, starts
 from rl_core.environments.service import environments_pb2 as pb
-from rl_core.environments.service.flags import DISPATCH, TOKEN_VARIABLE
+from rl_core.environments.service.flags import TOKEN_VARIABLE
 from rl_core.environments.service.hosted import LocalEnv
 from rl_core.environments.service.links import WorkerLink
 from rl_core.environments.service.worker import Worker
 from rl_core.tools import cli
-from rl_core.tools.serve import read_flags
 from rl_core.types import Task
 
 OTHER = COUNTER.replace("max_turns = 1000", "max_turns = 7")
@@ -209,36 +208,11 @@ def test_a_worker_that_is_drained_to_be_replaced_is(drained):
     wait_until(is_replaced, "another worker is in its place", 60)
 
 
-# --- dispatch
-
-
-def links_of(**rooms: int) -> list[WorkerLink]:
-    beats = {name: pb.Worker(loads=[pb.Load(env="e", capacity=n)]) for name, n in rooms.items()}
-    return [WorkerLink(pb.Hello(worker=name), beat) for name, beat in beats.items()]
-
-
-def test_each_strategy_chooses_as_its_name_says():
-    links = links_of(a=5, b=3, c=9, d=4)
-    assert starts.STRATEGIES["most_room"](links, "e").name == "c"
-    sticky = starts.STRATEGIES["sticky_env"]
-    of_envs = {f"env{n}": sticky(links, f"env{n}").name for n in range(200)}
-    for name in "abcd":
-        assert list(of_envs.values()).count(name) > 20, of_envs
-    # A worker that leaves moves only its own environments.
-    after = {env: sticky(links[:-1], env).name for env in of_envs}
-    moved = {env for env in of_envs if after[env] != of_envs[env]}
-    assert moved == {env for env in of_envs if of_envs[env] == "d"}
-
-
-def test_an_unknown_strategy_is_refused_with_the_nearest():
-    for name in DISPATCH:
-        assert read_flags(["--controller", "--dispatch", name]).dispatch == name
-    with pytest.raises(ValueError, match="--dispatch sticky: did you mean 'sticky_env'"):
-        read_flags(["--controller", "--dispatch", "sticky"])
-
-
-def test_a_service_starts_sessions_where_its_strategy_says(folder):
-    flags = "--port", 0, "--workers", 2, "--dispatch", "sticky_env"
-    with serving(folder / "counter.py", *flags) as service:
-        service.workers(2)
-        assert len({service.start()[:12] for _ in range(6)}) == 1
+def test_a_session_starts_on_the_worker_with_most_room():
+    rooms = {"a": 5, "b": 3, "c": 9, "d": 4}
+    links = {}
+    for name, room in rooms.items():
+        beat = pb.Worker(loads=[pb.Load(env="e", capacity=room)])
+        links[name] = WorkerLink(pb.Hello(worker=name), beat)
+    queue = starts.Starts(links, 10, None)
+    assert [queue.reserve("e").name for _ in range(6)] == ["c"] * 4 + ["a", "c"]

@@ -7,7 +7,6 @@ import argparse
 from rl_core.sandbox.remote_driver import add_box_flags
 
 TOKEN_VARIABLE = "RL_CORE_SERVICE_TOKEN"
-DISPATCH = ("most_room", "sticky_env")
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:

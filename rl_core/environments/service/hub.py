@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.links import ClientStream, WorkerLink
-from rl_core.environments.service.starts import STRATEGIES, Starts
+from rl_core.environments.service.starts import Starts
 from rl_core.environments.service.wire import (
     CODES,
     ENVIRONMENTS,
@@ -46,9 +46,7 @@ UNREAD = 16 << 20
 
 
 class Hub:
-    def __init__(
-        self, *, heartbeat_s: float = 2.0, max_queue: int = 10_000, dispatch: str = "most_room"
-    ):
+    def __init__(self, *, heartbeat_s: float = 2.0, max_queue: int = 10_000):
         self.heartbeat_s = heartbeat_s
         # Called with (verb, seconds) after each request.
         self.observe: Callable[[str, float], None] = lambda verb, seconds: None
@@ -56,7 +54,7 @@ class Hub:
         self.lost: dict[str, float] = {}  # Worker -> time of its last message; 0: known to be dead.
         self.past: dict[str, pb.Worker] = {}  # Lost worker -> its last heartbeat, for totals.
         self.envs: dict[str, pb.Environment] = {}
-        self.starts = Starts(self.links, max_queue, self.link_of, STRATEGIES[dispatch])
+        self.starts = Starts(self.links, max_queue, self.link_of)
         self.began_s = time.monotonic()
         self.changed = asyncio.Event()  # Set on a change of workers and by watch(), then replaced.
 

@@ -112,7 +112,7 @@ async def open_hub(
     """Starts the hub. Returns (hub, address for workers of this machine); the address is a socket
     in a private folder and needs no TLS."""
     check_host(args, access)
-    hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue, dispatch=args.dispatch)
+    hub = Hub(heartbeat_s=args.heartbeat_s, max_queue=args.queue)
     admission = Admission(access, (ENVIRONMENTS, HUB))
     server = grpc.aio.server(interceptors=[admission], options=[*CHANNEL_OPTIONS, *SERVER_OPTIONS])
     hub.add_to(server)

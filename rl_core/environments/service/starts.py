@@ -1,12 +1,11 @@
-"""Starts of sessions: on a worker with room that the strategy chooses, or in a queue per
-environment until a worker has room."""
+"""Starts of sessions: on the worker with most room, or in a queue per environment until a worker
+has room."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
 
 from grpc import StatusCode
 
@@ -17,9 +16,6 @@ from rl_core.environments.service.wire import ServiceError
 KEPT_KEYS = 100_000  # Number of remembered keys of starts.
 FULL = StatusCode.RESOURCE_EXHAUSTED.value[0]
 
-# (workers with room, at least one; environment) -> the worker for the new session.
-Strategy = Callable[[list[WorkerLink], str], WorkerLink]
-
 
 class Starts:
     def __init__(
@@ -27,14 +23,12 @@ class Starts:
         links: dict[str, WorkerLink],
         max_queue: int,
         link_of: Callable[[str], Awaitable[WorkerLink]],
-        choose: Strategy,
     ):
         """link_of(worker) waits for a worker that may reconnect, and raises ServiceError for a lost
         worker."""
         self.links = links
         self.max_queue = max_queue
         self.link_of = link_of
-        self.choose = choose
         self.draining = False
         self.queues: dict[str, OrderedDict[asyncio.Future, None]] = {}
         # (environment, key of a start) -> worker.
@@ -90,7 +84,7 @@ class Starts:
         links = [link for link in self.links.values() if link.room(env) > 0]
         if not links:
             return None
-        link = self.choose(links, env)
+        link = max(links, key=lambda link: link.room(env))
         link.started[env] += 1
         return link
 
@@ -138,23 +132,3 @@ class Starts:
 
 def is_draining() -> ServiceError:
     return ServiceError(StatusCode.UNAVAILABLE, "the server is draining: it starts no sessions")
-
-
-def most_room(links: list[WorkerLink], env: str) -> WorkerLink:
-    """Chooses the worker with most room."""
-    return max(links, key=lambda link: link.room(env))
-
-
-def sticky_env(links: list[WorkerLink], env: str) -> WorkerLink:
-    """Fills one worker with an environment's sessions before the next, which keeps its containers
-    warm. Rendezvous hashing: each environment has a different order of workers, and adding or
-    removing a worker moves only that worker's share of environments."""
-
-    # A CRC would not do: CRCs are linear and favour the same workers for names of equal length.
-    def weight(link: WorkerLink) -> bytes:
-        return blake2b(f"{link.name}\n{env}".encode(), digest_size=8).digest()
-
-    return max(links, key=weight)
-
-
-STRATEGIES: dict[str, Strategy] = {"most_room": most_room, "sticky_env": sticky_env}
