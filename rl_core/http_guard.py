@@ -65,7 +65,7 @@ class HttpError(Exception):
         self.message = message
 
 
-class Refusals:
+class RefusalReporter:
     """Reports refusals on stderr: at most one line a minute for each kind, with a count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -92,88 +92,90 @@ class Refusals:
             loop.default_exception_handler(context)
 
 
-class Door:
+class ConnectionLimits:
     """Closes connections of strangers that send no key in time, and the oldest stranger's if there
     are too many. Bounds the connections of each key, and of all."""
 
     def __init__(
         self,
-        refusals: Refusals,
+        reporter: RefusalReporter,
         max_strangers: int,
         max_per_key: float = math.inf,
     ):
         num_files = raise_open_files()
-        self.refusals = refusals
+        self.reporter = reporter
         self.max_strangers = min(max_strangers, num_files // 4)
         self.max_open = num_files // 4 * 3
         self.max_per_key = max_per_key
-        self.strangers: dict[Visitor, asyncio.TimerHandle] = {}
-        self.keys: dict[Visitor, str] = {}
+        self.strangers: dict[GuardedConnection, asyncio.TimerHandle] = {}
+        self.keys: dict[GuardedConnection, str] = {}
         self.num_open: Counter[str] = Counter()  # connections of each key
 
-    def meet(self, visitor: Visitor) -> None:
+    def add(self, connection: GuardedConnection) -> None:
         if len(self.strangers) >= self.max_strangers:
             oldest = next(iter(self.strangers))
             many = f"connections next to {self.max_strangers} others that have not sent the token"
             self.end(oldest, many)
         if len(self.strangers) + len(self.keys) >= self.max_open:
-            self.end(visitor, f"connections next to {self.max_open} others")
+            self.end(connection, f"connections next to {self.max_open} others")
             return
-        self.strangers[visitor] = self.call_later(FIRST_S, self.warn, visitor)
+        self.strangers[connection] = self.call_later(FIRST_S, self.warn, connection)
 
-    def warn(self, visitor: Visitor) -> None:
+    def warn(self, connection: GuardedConnection) -> None:
         late = f"connections that had not sent the token after {FIRST_S:g} s"
         grace_s = min(GRACE_S, FIRST_S)
-        self.strangers[visitor] = self.call_later(grace_s, self.end, visitor, late)
+        self.strangers[connection] = self.call_later(grace_s, self.end, connection, late)
 
     def call_later(
         self, seconds: float, call: Callable[..., None], *args: object
     ) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(seconds, call, *args)
 
-    def admit(self, visitor: Visitor, key: str = "") -> None:
+    def admit(self, connection: GuardedConnection, key: str = "") -> None:
         """Counts a connection that has sent a valid key. Raises HttpError if the key has too many
         connections."""
-        if visitor in self.keys or visitor.transport is None:
+        if connection in self.keys or connection.transport is None:
             return
         if self.num_open[key] >= self.max_per_key:
-            self.refusals.report("connections of a key that has too many")
+            self.reporter.report("connections of a key that has too many")
             raise HttpError(429, f"a key may have {self.max_per_key} connections at once")
-        self.forget(visitor)
-        self.keys[visitor] = key
+        self.forget(connection)
+        self.keys[connection] = key
         self.num_open[key] += 1
 
-    def forget(self, visitor: Visitor) -> None:
-        timer = self.strangers.pop(visitor, None)
+    def forget(self, connection: GuardedConnection) -> None:
+        timer = self.strangers.pop(connection, None)
         if timer is not None:
             timer.cancel()
-        key = self.keys.pop(visitor, None)
+        key = self.keys.pop(connection, None)
         if key is not None:
             self.num_open[key] -= 1
             if not self.num_open[key]:
                 del self.num_open[key]
 
-    def end(self, visitor: Visitor, kind: str) -> None:
-        self.refusals.report(kind)
-        self.forget(visitor)
-        if visitor.transport is not None:
-            visitor.transport.abort()
+    def end(self, connection: GuardedConnection, kind: str) -> None:
+        self.reporter.report(kind)
+        self.forget(connection)
+        if connection.transport is not None:
+            connection.transport.abort()
 
 
-class Visitor(web.RequestHandler):
-    """One connection, with a `door` that admits or closes it."""
+class GuardedConnection(web.RequestHandler):
+    """One connection, with `limits` that admit or close it."""
 
-    def __init__(self, server: web.Server, door: Door, write_error: ErrorWriter, **options: Any):
+    def __init__(
+        self, server: web.Server, limits: ConnectionLimits, write_error: ErrorWriter, **options: Any
+    ):
         super().__init__(server, **options)
-        self.door = door
+        self.limits = limits
         self.write_error = write_error
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.door.meet(self)
+        self.limits.add(self)
 
     def connection_lost(self, error: BaseException | None) -> None:
-        self.door.forget(self)
+        self.limits.forget(self)
         super().connection_lost(error)
 
     def handle_error(
@@ -186,13 +188,13 @@ class Visitor(web.RequestHandler):
         """An error response of one line instead of aiohttp's page. Reports the error in one line on
         stderr instead of a traceback."""
         if isinstance(exc, HttpProcessingError):
-            self.door.refusals.report("bytes that are not HTTP")
+            self.limits.reporter.report("bytes that are not HTTP")
             text = "the bytes are not HTTP"
         elif isinstance(exc, ConnectionError):
             text = "the connection is lost"
         else:
             text = one_line(f"{type(exc).__name__}: {exc}")
-            self.door.refusals.report(f"a request that failed with {text}")
+            self.limits.reporter.report(f"a request that failed with {text}")
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the response was sent")
         response = web.json_response(self.write_error(status, text), status=status)
@@ -201,7 +203,7 @@ class Visitor(web.RequestHandler):
 
 
 class HttpServer:
-    """An aiohttp application that listens behind a door."""
+    """An aiohttp application that listens with limits of connections."""
 
     def __init__(
         self,
@@ -213,16 +215,16 @@ class HttpServer:
         max_per_key: float = math.inf,
         handler_cancellation: bool = False,
     ):
-        """`has_keys`: handlers call door.admit() for requests with a valid key. Without keys every
-        complete request is admitted. Handlers read bodies with read_body()."""
+        """`has_keys`: handlers call limits.admit() for requests with a valid key. Without keys
+        every complete request is admitted. Handlers read bodies with read_body()."""
         self.write_error = write_error
         self.has_keys = has_keys
-        self.door = Door(Refusals(), max_strangers, max_per_key)
+        self.limits = ConnectionLimits(RefusalReporter(), max_strangers, max_per_key)
         app.middlewares.insert(0, self.guard)
         self.runner = web.AppRunner(
             app, handler_cancellation=handler_cancellation, shutdown_timeout=1.0
         )
-        self.log = RefusalLog(self.door.refusals)
+        self.log = RefusalLog(self.limits.reporter)
         self.servers: list[asyncio.Server] = []
 
     async def listen(
@@ -236,7 +238,7 @@ class HttpServer:
             is_optional = not host and address == "::"  # The machine may have no IPv6.
             with suppress(OSError) if is_optional else nullcontext():
                 server = await loop.create_server(
-                    self.visitor, address, port, backlog=self.backlog(), **options
+                    self.connection, address, port, backlog=self.backlog(), **options
                 )
                 self.servers.append(server)
                 port = server.sockets[0].getsockname()[1]
@@ -245,7 +247,7 @@ class HttpServer:
     async def listen_at(self, path: str) -> None:
         """Listens at a Unix socket. Raises OSError."""
         loop = await self.start()
-        server = await loop.create_unix_server(self.visitor, path, backlog=self.backlog())
+        server = await loop.create_unix_server(self.connection, path, backlog=self.backlog())
         self.servers.append(server)
 
     async def start(self) -> asyncio.AbstractEventLoop:
@@ -253,18 +255,18 @@ class HttpServer:
         if self.runner.server is None:
             await self.runner.setup()
             if loop.get_exception_handler() is None:
-                loop.set_exception_handler(self.door.refusals.handle)
+                loop.set_exception_handler(self.limits.reporter.handle)
         return loop
 
     def backlog(self) -> int:
         # The event loop may accept this number of connections before it reads from any of them.
-        return max(8, min(MAX_BACKLOG, self.door.max_strangers // 3))
+        return max(8, min(MAX_BACKLOG, self.limits.max_strangers // 3))
 
-    def visitor(self) -> Visitor:
+    def connection(self) -> GuardedConnection:
         assert self.runner.server is not None
-        return Visitor(
+        return GuardedConnection(
             self.runner.server,
-            self.door,
+            self.limits,
             self.write_error,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=KEEP_ALIVE_S,
@@ -278,7 +280,7 @@ class HttpServer:
         for server in self.servers:
             server.close()
         loop = asyncio.get_running_loop()
-        if loop.get_exception_handler() == self.door.refusals.handle:
+        if loop.get_exception_handler() == self.limits.reporter.handle:
             loop.set_exception_handler(None)
         await self.runner.cleanup()
 
@@ -287,8 +289,8 @@ class HttpServer:
         """Admits requests of a server without keys, and writes errors as JSON."""
         try:
             if not self.has_keys:
-                assert isinstance(request.protocol, Visitor)
-                self.door.admit(request.protocol)
+                assert isinstance(request.protocol, GuardedConnection)
+                self.limits.admit(request.protocol)
             return await handler(request)
         except HttpError as error:
             status, message = error.status, error.message
@@ -304,13 +306,13 @@ class HttpServer:
 class RefusalLog(logging.Logger):
     """Logger for aiohttp: one line for each kind of error instead of tracebacks."""
 
-    def __init__(self, refusals: Refusals):
+    def __init__(self, reporter: RefusalReporter):
         super().__init__("rl_core.http", logging.ERROR)
-        self.refusals = refusals
+        self.reporter = reporter
 
     def handle(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else ""
-        self.refusals.report(one_line(f"a request: {record.getMessage()} {error!r}"))
+        self.reporter.report(one_line(f"a request: {record.getMessage()} {error!r}"))
 
 
 async def turn_away(request: web.Request, response: web.Response) -> None:

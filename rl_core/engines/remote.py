@@ -32,9 +32,9 @@ from rl_core.engines.lease import DeviceLease
 from rl_core.http_guard import (
     LOOPBACK,
     MAX_LOCAL_STRANGERS,
+    GuardedConnection,
     HttpError,
     HttpServer,
-    Visitor,
     is_key,
     read_body,
 )
@@ -179,8 +179,8 @@ class EngineServer:
     async def handle(self, request: web.Request) -> web.Response:
         if not is_key(request.headers.get("Authorization", ""), f"Bearer {self.token}"):
             raise HttpError(401, "the token is missing or wrong")
-        connection = cast(Visitor, request.protocol)
-        connection.door.admit(connection)
+        connection = cast(GuardedConnection, request.protocol)
+        connection.limits.admit(connection)
         body = json.loads(await read_body(request))
         engine = self.engines.get(request.match_info["actor"])
         try:

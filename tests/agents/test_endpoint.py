@@ -466,7 +466,7 @@ async def test_a_stream_is_trained_up_to_what_its_client_took(path, thoughts):
         while got.count(b"data: ") < 12:
             got += await reader.read(1 << 12)
         writer.close()
-        await until(lambda: not llm.server.server.door.keys)
+        await until(lambda: not llm.server.server.limits.keys)
         (trajectory,) = llm.trajectories(1.0)
         completion = trajectory.turns[-1].completion
     read = b"".join(re.findall(rb'"(?:delta|content|text)": ?"([\d ]+)"', got)).decode()

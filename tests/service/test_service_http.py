@@ -13,11 +13,11 @@ from contextlib import AsyncExitStack, ExitStack
 import pytest
 from test_service import COUNTER, Service, post
 
-from rl_core import http_guard as door
+from rl_core import http_guard as http_guard
 from rl_core.environments.service.gateway import open_http
 from rl_core.environments.service.hub import Hub
 from rl_core.environments.service.security import Access
-from rl_core.http_guard import Refusals
+from rl_core.http_guard import RefusalReporter
 
 TOKEN = "correct-horse-battery"
 HEAD = "POST /v1/workers HTTP/1.1\r\nHost: x\r\n"
@@ -26,7 +26,7 @@ RIGHT = f"{HEAD}Authorization: Bearer {TOKEN}\r\n"
 
 def with_port(play, monkeypatch, *, first_s: float = 60.0):
     """Result of play(port) next to a hub without workers. first_s: time to show the token."""
-    monkeypatch.setattr(door, "FIRST_S", first_s)
+    monkeypatch.setattr(http_guard, "FIRST_S", first_s)
 
     async def serve():
         args = argparse.Namespace(host="127.0.0.1", http_port=0)
@@ -104,7 +104,7 @@ def test_a_connection_that_has_shown_the_token_may_wait(monkeypatch):
 
 def test_each_kind_of_refusal_is_told_once_a_minute(capsys):
     now = [0.0]
-    refusals = Refusals(clock=lambda: now[0])
+    refusals = RefusalReporter(clock=lambda: now[0])
     for now[0] in (0, 1, 59, 60, 61, 200):
         refusals.report("a")
     refusals.report("b")

@@ -32,9 +32,9 @@ from rl_core.environments.agents.tree import Attempt, Tree, digest_of
 from rl_core.http_guard import (
     LOOPBACK,
     MAX_LOCAL_STRANGERS,
+    GuardedConnection,
     HttpError,
     HttpServer,
-    Visitor,
     is_key,
     parse_json,
     read_body,
@@ -302,7 +302,7 @@ class EndpointServer:
     def report(self, refused: str) -> None:
         """Reports a refusal on stderr, at most once a minute."""
         if self.server is not None:
-            self.server.door.refusals.report(refused)
+            self.server.limits.reporter.report(refused)
 
     async def start(self) -> None:
         """Listens for programs on this machine, or on the network that `config` names."""
@@ -362,8 +362,8 @@ class EndpointServer:
         key = request.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else "")
         for known, endpoint in self.endpoints.items():
             if is_key(key.strip(), known):
-                visitor = cast(Visitor, request.protocol)
-                visitor.door.admit(visitor, known)
+                connection = cast(GuardedConnection, request.protocol)
+                connection.limits.admit(connection, known)
                 return endpoint
         raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
 

@@ -125,11 +125,11 @@ def make_app(hub: Hub, access: Access, metrics: Metrics) -> web.Application:
         try:
             check_admission(access, request)
         except ServiceError as error:
-            request.protocol.door.refusals.report(f"requests: {error.message}")
+            request.protocol.limits.reporter.report(f"requests: {error.message}")
             response = as_response(failed(0, error))
             await turn_away(request, response)
             return response
-        request.protocol.door.admit(request.protocol)
+        request.protocol.limits.admit(request.protocol)
         try:
             reply = await answer(verb, request)
         except ServiceError as error:
