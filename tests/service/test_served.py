@@ -597,7 +597,7 @@ def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
     sent = plain(served)
     assert to_json(sent, "").count(picture.url) == 1
     assert read_trajectory(sent).turns == served.turns
-    [returned] = Speakers(None, False).trajectories(to_json([sent], ""))
+    [returned] = Speakers(None).trajectories(to_json([sent], ""))
     assert returned.turns == served.turns
     [first, _] = sent["turns"]
     forged = {"key": 5, "url": picture.url, "width": 900_000, "height": 1}
