@@ -3,6 +3,7 @@ after, for three seeds.
 
     python scripts/curves_real.py instructions          # one or several of CURVES; --seeds 0,1,2
     python scripts/curves_real.py instructions_random   # the control: rewards are drawn at random
+    python scripts/curves_real.py distilled dpo rm      # from the run `instructions` of a seed
 
 --model is a folder or a hub name, SmolLM2-135M-Instruct by default. A curve that was interrupted
 continues from its last checkpoint. The runs are in runs/real/NAME_SEED, figures in figures.json.
@@ -12,18 +13,21 @@ Fails if a held-out score does not rise, or if that of the control does.
 from __future__ import annotations
 
 import json
+import random
 import resource
 import statistics
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from script_tools import ROOT, make_parser, read_metrics, run, write_json
+from script_tools import ROOT, make_parser, read_metrics, run, write_json, write_rows
+
+from rl_core.data.tables import read_episodes
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-COMMON = (
-    "--tasks_per_step 8 --group_size 8 --optim.warmup_steps 3 --save_every 10 --keep_checkpoints 1"
-)
+COMMON = "--optim.warmup_steps 3 --keep_checkpoints 1"
+GROUPS = "--tasks_per_step 8 --group_size 8 --save_every 10"
 FLAT = 0.05  # Two standard errors of a held-out mean over 64 tasks, about.
 RANDOM_REWARDS = """
 
@@ -35,65 +39,190 @@ def reward_fn(trajectory):
     return zlib.crc32(repr(tokens).encode()) % 5 / 4
 """
 
+# The program of docs/agents.md, as it is there.
+AGENT = """
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+
+async def solve(client, question):
+    messages = [{"role": "user", "content": question}]
+    reply = await client.chat.completions.create(model="gpt-5-mini", messages=messages)
+    return reply.choices[0].message.content
+
+
+async def agent(task, llm):
+    http = DefaultAsyncHttpxClient(verify=False)
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key, http_client=http) as client:
+        return await solve(client, task.row["messages"][-1]["content"])
+
+
+def reward_fn(result, answer):
+    return numeric(result or "", answer)
+"""
+# The chat template renders no tools, and the model writes no tags: the system message describes the
+# calculator, and the first product in a reply is a call.
+CALCULATOR = """
+
+from rl_core.rewards import numeric
+
+
+def interact(messages):
+    call = re.search("([0-9]{1,9}) ?[*] ?([0-9]{1,9})", messages[-1]["content"])
+    if not call:
+        return None
+    return [{"role": "user", "content": f"The calculator says {int(call[1]) * int(call[2])}."}]
+
+
+def reward_fn(completion, answer):
+    return numeric(completion, answer)
+"""
+
+
+def products(_: Path) -> tuple[list, list]:
+    """Rows of products of two digits and one, to train and held out."""
+    content = "You have a calculator. Write the calculation first, such as 12*3, to get its result."
+    rows = []
+    for number in range(720):
+        a, b = number // 8 + 10, number % 8 + 2
+        messages = [
+            {"role": "system", "content": content},
+            {"role": "user", "content": f"What is {a}*{b}?"},
+        ]
+        rows.append({"messages": messages, "answer": a * b})
+    random.Random(0).shuffle(rows)
+    return rows[64:], rows[:64]
+
+
+def sums(_: Path) -> tuple[list, list]:
+    """Rows of sums of two numbers up to 20, to train and held out."""
+    system = {"role": "system", "content": "Answer with a number."}
+    rows = []
+    for number in range(400):
+        a, b = number // 20 + 1, number % 20 + 1
+        question = {"role": "user", "content": f"What is {a} + {b}?"}
+        rows.append({"messages": [system, question], "answer": a + b})
+    random.Random(0).shuffle(rows)
+    return rows[64:], rows[:64]
+
+
+def ranked(source: Path, files: str) -> Iterator[dict]:
+    """A best and a worst reply to each prompt by the reward, both of the same step's model."""
+    rng, groups = random.Random(0), {}
+    for path in sorted((source / "rollouts").glob(files)):
+        for episode in read_episodes(path):
+            groups.setdefault((path.name, episode["task_id"]), []).append(episode)
+    for episodes in groups.values():
+        rewards = [episode["reward"] for episode in episodes]
+        if min(rewards) < max(rewards):
+            best, worst = (
+                rng.choice([each for each in episodes if each["reward"] == value])["messages"]
+                for value in (max(rewards), min(rewards))
+            )
+            texts = {"chosen": best[-1]["content"], "rejected": worst[-1]["content"]}
+            yield {"prompt": best[-2]["content"], **texts}
+
+
+def pairs(source: Path) -> tuple[list, list]:
+    """Pairs of a run's episodes and of its held-out samples, of which each prompt occurs once."""
+    held_out = list(ranked(source, "eval_*_sampled.*"))
+    random.Random(0).shuffle(held_out)
+    unique = {row["prompt"]: row for row in held_out}
+    return list(ranked(source, "step_*")), list(unique.values())
+
 
 @dataclass(kw_only=True)
 class Curve:
     """Settings of one run."""
 
-    env: str  # A file of envs/.
-    flags: str
-    is_control: bool = False  # Rewards are drawn at random. The score must stay.
+    env: str = ""  # A file of envs/.
+    flags: str  # {source} is the seed's run `instructions`.
+    rows: Callable[[Path], tuple[list, list]] | None = None  # Default: the environment's.
+    more: str = ""  # Text at the end of a copy of the environment's file.
+
+    @property
+    def is_control(self) -> bool:
+        """Rewards are drawn at random. The score must stay."""
+        return self.more == RANDOM_REWARDS
 
 
-INSTRUCTIONS = "--max_prompt_tokens 128 --max_tokens 48 --num_steps 30 --eval_every 30 "
+LENGTHS = "--max_prompt_tokens 128 --max_tokens 48 "
+INSTRUCTIONS = f"{GROUPS} {LENGTHS} --num_steps 30 --eval_every 30 --optim.lr "
+PAIRS = f"{LENGTHS} --tasks_per_step 8 --num_epochs 1 --eval_every 25 --optim.lr 1e-5 --algorithm "
+SUMS = (
+    f"{GROUPS} --max_prompt_tokens 64 --max_tokens 12 --num_steps 30 --eval_every 15 "
+    "--optim.lr 2e-5"
+)
 CURVES = {
-    "instructions": Curve(env="instructions", flags=INSTRUCTIONS + "--optim.lr 2e-5"),
+    "instructions": Curve(env="instructions", flags=INSTRUCTIONS + "2e-5"),
     "instructions_lora": Curve(
         env="instructions",
-        flags=INSTRUCTIONS + "--optim.lr 2e-4 --actors.policy.lora.rank 16",
+        flags=INSTRUCTIONS + "2e-4 --actors.policy.lora.rank 16",
     ),
     "instructions_random": Curve(
         env="instructions",
-        flags=INSTRUCTIONS + "--optim.lr 2e-5",
-        is_control=True,
+        flags=INSTRUCTIONS + "2e-5",
+        more=RANDOM_REWARDS,
     ),
+    "sums": Curve(env="word_problems", rows=sums, flags=SUMS),
+    "sums_agent": Curve(env="word_problems", rows=sums, flags=SUMS, more=AGENT),
+    "distilled": Curve(
+        env="instructions",
+        flags=f"{LENGTHS} --algorithm opd --algo.teacher {{source}}/hf/policy "
+        "--algo.teacher_loss reverse_kl --tasks_per_step 8 --group_size 2 --num_steps 20 "
+        "--eval_every 10 --optim.lr 2e-5",
+    ),
+    "calculator": Curve(
+        env="calculator",
+        rows=products,
+        more=CALCULATOR,
+        flags=f"{GROUPS} --max_prompt_tokens 112 --max_tokens 20 --sampling.stop = "
+        "--num_steps 15 --eval_every 15 --optim.lr 2e-5",
+    ),
+    "dpo": Curve(rows=pairs, flags=PAIRS + "dpo"),
+    "rm": Curve(rows=pairs, flags=PAIRS + "rm"),
 }
 
 
 def env_path(curve: Curve, folder: Path) -> str:
-    """The environment's file; of a control, a copy with random rewards."""
+    """The environment's file, or a copy with more at its end."""
     path = ROOT / f"envs/{curve.env}.py"
-    if not curve.is_control:
+    if not curve.more:
         return str(path)
     copy = folder / f"{curve.env}.py"
-    copy.write_text("import zlib\n" + path.read_text() + RANDOM_REWARDS)
+    copy.write_text("import zlib\n" + path.read_text() + curve.more)
     return str(copy)
 
 
 def measure(name: str, seed: int, model: str, num_eval: int) -> dict:
-    """CPU seconds of this process's children, rewards by step, held-out scores by step."""
+    """CPU seconds of this process's children, rewards by step, held-out scores by step. Of pairs,
+    the share that is ranked rightly instead."""
     curve, folder = CURVES[name], ROOT / f"runs/real/{name}_{seed}"
+    source = ROOT / f"runs/real/instructions_{seed}/rl"
     folder.mkdir(parents=True, exist_ok=True)
-    flags = (
-        f"--model {model} --env_path {env_path(curve, folder)} --out {folder}/rl --seed {seed} "
-        f"--eval.num_tasks {num_eval} {COMMON} {curve.flags}"
-    )
+    flags = f"--model {model} --out {folder}/rl --seed {seed} {COMMON} {curve.flags} "
+    flags = flags.format(source=source)
+    if curve.env:
+        flags += f"--env_path {env_path(curve, folder)} --eval.num_tasks {num_eval} "
+    if curve.rows:
+        for split, rows in zip(("train", "eval"), curve.rows(source), strict=True):
+            write_rows(folder / f"{split}.jsonl", rows)
+            flags += f"--data.{split} {folder}/{split}.jsonl "
     if (folder / "rl").exists():
-        flags += " --resume"
+        flags += "--resume"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(f"-m rl_core.train {flags}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    rows = read_metrics(folder / "rl")
-    scores = {"greedy": "greedy_score", "sampled": "avg@4"}
+    prefix = f"eval/{curve.env}/"
+    keys = {"greedy": f"{prefix}greedy_score", "sampled": f"{prefix}avg@4"}
     if curve.is_control:
-        scores = {"greedy": "greedy_true_reward", "sampled": "sampled_true_reward"}
-    figures: dict = {"cpu_s": round(sum(after[:2]) - sum(before[:2]))}
-    reward = "rollout/policy/reward_mean"
-    figures["reward"] = [row[reward] for row in rows if reward in row]
-    for kind, metric in scores.items():
-        key = f"eval/{curve.env}/{metric}"
-        figures[kind] = [row[key] for row in rows if key in row]
-    return figures
+        keys = {kind: f"{prefix}{kind}_true_reward" for kind in keys}
+    keys["reward"] = "rollout/policy/reward_mean"
+    if not curve.env:
+        keys = {"reward": "learn/policy/accuracy", "sampled": "eval/accuracy"}
+    rows = read_metrics(folder / "rl")
+    found = {kind: [row[key] for row in rows if key in row] for kind, key in keys.items()}
+    return {"cpu_s": round(sum(after[:2]) - sum(before[:2]))} | found
 
 
 def main() -> int:
@@ -115,14 +244,13 @@ def main() -> int:
             is_control = CURVES[name].is_control
             is_wrong = abs(last - first) > FLAT if is_control else last < first + FLAT
             has_failed |= is_wrong
-            reward = " to ".join(
-                f"{statistics.mean(steps):.2f}"
-                for steps in (figures["reward"][:5], figures["reward"][-5:])
-            )
             problem = (", moved" if is_control else ", no rise") * is_wrong
+            steps = figures["reward"]
+            first_steps, last_steps = statistics.mean(steps[:5]), statistics.mean(steps[-5:])
+            greedy = [f"{score:.2f}" for score in figures.get("greedy", [])]
             print(
-                f"{name} seed {seed}: reward {reward}; held out: greedy {figures['greedy'][0]:.2f} "
-                f"to {figures['greedy'][-1]:.2f}, avg@4 {first:.2f} to {last:.2f}{problem}; "
+                f"{name} seed {seed}: in training {first_steps:.2f} to {last_steps:.2f}; held out: "
+                f"greedy {' to '.join(greedy) or '-'}, sampled {first:.2f} to {last:.2f}{problem}; "
                 f"{figures['cpu_s']} CPU s",
                 flush=True,
             )
