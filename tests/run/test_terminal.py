@@ -197,11 +197,14 @@ def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys)
     )
 
 
-def test_a_long_step_says_how_many_episodes_are_done(flags_of, capsys, monkeypatch):
+def test_long_steps_and_evaluations_say_how_much_is_done(flags_of, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "PROGRESS_S", 0.02)
     slow = "await __import__('asyncio').sleep(0.3) or 1.0"
-    assert main(flags_of(slow, "--num_steps 1 --rollout.save false")) == 0
-    assert "step 1: 0 of 4 episodes\n" in capsys.readouterr().out
+    more = "--num_steps 1 --rollout.save false --eval_every 1 --eval.samples 0"
+    assert main(flags_of(slow, more)) == 0
+    printed = capsys.readouterr().out
+    assert "step 1: 0 of 4 episodes\n" in printed
+    assert "eval/000000/greedy: 0 tasks\n" in printed
 
 
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):

@@ -91,7 +91,7 @@ class Terminal(Plugin):
         while True:
             await asyncio.sleep(PROGRESS_S)
             is_long = time.monotonic() - trainer.phase_began >= PROGRESS_S
-            if is_long and trainer.phase == "generate" and trainer.config.is_rl:
+            if is_long and trainer.config.is_rl and trainer.phase in ("generate", "eval"):
                 self.show(rollout_progress(trainer))
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
@@ -119,8 +119,12 @@ class Terminal(Plugin):
 
 
 def rollout_progress(trainer: RunState) -> str:
-    """step 3: 32 of 64 episodes"""
+    """step 3: 32 of 64 episodes; eval/000030/greedy: 12 tasks"""
     config = trainer.config
+    if trainer.phase == "eval":
+        labels = {label for label, _ in trainer.worker.pending if label}
+        played = [f"{label}: {trainer.worker.num_ready(label):,} tasks" for label in labels]
+        return "  ".join(sorted(played)) or f"eval at step {trainer.step}"
     num_done = min(trainer.worker.num_ready(), config.tasks_per_step) * config.group_size
     num_episodes = config.tasks_per_step * config.group_size
     return f"step {trainer.step + 1}: {num_done:,} of {num_episodes:,} episodes"
