@@ -221,8 +221,8 @@ def measure(name: str, seed: int, model: str, num_eval: int) -> dict:
     if not curve.env:
         keys = {"reward": "learn/policy/accuracy", "sampled": "eval/accuracy"}
     rows = read_metrics(folder / "rl")
-    found = {kind: [row[key] for row in rows if key in row] for kind, key in keys.items()}
-    return {"cpu_s": round(sum(after[:2]) - sum(before[:2]))} | found
+    series = {kind: [row[key] for row in rows if key in row] for kind, key in keys.items()}
+    return {"cpu_s": round(sum(after[:2]) - sum(before[:2]))} | series
 
 
 def main() -> int:
