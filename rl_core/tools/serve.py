@@ -77,8 +77,6 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     for flag in ("workers", "capacity", "queue", "heartbeat_s", "idle_s", "hook_timeout_s"):
         if getattr(args, flag) <= 0:
             raise ValueError(f"--{flag} {getattr(args, flag)} must be above 0")
-    if args.warm < 0:
-        raise ValueError(f"--warm {args.warm} must be at least 0")
     # GRPC takes the remainder.
     if any(not 0 <= port < 1 << 16 for port in (args.port, args.http_port or 0)):
         raise ValueError(

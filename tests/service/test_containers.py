@@ -97,16 +97,16 @@ class AsProcess(Runtime):
 
 @pytest.fixture
 def play_boxed(tmp_path, monkeypatch):
-    """play_boxed(script, idle_s, code, warm) runs script(worker, ask) on a worker that serves the
+    """play_boxed(script, idle_s, code) runs script(worker, ask) on a worker that serves the
     code."""
     (tmp_path / "only_in_the_image.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    async def main(script, idle_s, warm):
+    async def main(script, idle_s):
         runtime = AsProcess(program="", worker="0" * 12)
         path = str(tmp_path / "boxed.py")
         limits = {"hook_timeout_s": 20.0, "idle_s": idle_s}
-        env = await ContainedEnv.open(path, container_settings(path), runtime, warm=warm, **limits)
+        env = await ContainedEnv.open(path, container_settings(path), runtime, **limits)
         worker = Worker([env], capacity=100, idle_s=idle_s)
 
         async def ask(code: int = 0, **verb):
@@ -122,9 +122,9 @@ def play_boxed(tmp_path, monkeypatch):
             env.close()
             await runtime.close()
 
-    def play(script, idle_s: float = 60.0, code: str = BOXED, warm: int = 0):
+    def play(script, idle_s: float = 60.0, code: str = BOXED):
         (tmp_path / "boxed.py").write_text(code)
-        return asyncio.run(asyncio.wait_for(main(script, idle_s, warm), 240))
+        return asyncio.run(asyncio.wait_for(main(script, idle_s), 240))
 
     return play
 
@@ -240,29 +240,6 @@ def test_what_dies_in_a_container_ends_one_session(play_boxed):
         sweep.cancel()
 
     play_boxed(script, idle_s=2.0)
-
-
-def test_warm_containers_are_started_before_sessions_ask(play_boxed):
-    async def script(worker, ask):
-        pool = worker.envs["boxed"].pool
-        await until(lambda: len(pool.idle) == 2)
-        ready = list(pool.idle)
-        first = await begin(ask)
-        assert worker.held[first].session.box is ready[0]
-        await until(lambda: len(pool.idle) == 2)
-        await ask(cancel=pb.CancelRequest(session=first))
-        await until(lambda: ready[0].end)
-        assert ready[0] not in pool.idle
-        ready[1].process.kill()  # A warm container that dies is replaced.
-        await until(lambda: ready[1].end)
-        sessions = [await begin(ask) for _ in range(3)]
-        assert [await say(ask, session, "a") for session in sessions]
-        boxes = [worker.held[session].session.box for session in sessions]
-        assert len(set(boxes)) == 3 and ready[1] not in boxes
-        return [box.process.pid for box in [*boxes, *pool.idle]]
-
-    pids = play_boxed(script, warm=2)
-    assert not [pid for pid in pids if is_running(pid)]
 
 
 def test_a_container_that_talks_nonsense_is_refused(tmp_path):

@@ -7,10 +7,8 @@ import ast
 import asyncio
 import re
 import secrets
-import sys
 import tempfile
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +43,6 @@ SETTINGS = ("image", "network", "cpus", "memory", "capacity")
 CAPACITY = 16  # Default number of containers, one per session, of one worker.
 CONFINED = ["--interactive", "--init", "--read-only", "--env", "HOME=/tmp"]
 CONFINED += ["--tmpfs", "/tmp:rw,nosuid,nodev,size=256m"]
-AGAIN_S = 5.0  # Pause before a warm container that failed to start is retried.
 OPEN_S = 300.0  # Timeout of a start, which may include a pull of the image.
 GRACE_S = 2.0  # Time between closing a container's stdin and its removal by force.
 
@@ -236,70 +233,6 @@ class EnvContainer:
                     process.kill()
 
 
-class ContainerPool:
-    """Containers of one environment; `warm` of them are started in advance."""
-
-    def __init__(
-        self,
-        open_box: Callable[[Callable[[str], None]], Awaitable[EnvContainer]],
-        runtime: Runtime,
-        warm: int,
-    ):
-        self.open_box = open_box
-        self.runtime = runtime
-        self.warm = warm
-        self.idle: deque[EnvContainer] = deque()
-        self.tasks: set[asyncio.Task] = set()  # Starts of warm containers in progress.
-        self.is_closed = False
-
-    async def take(self, died: Callable[[str], None]) -> EnvContainer:
-        """A container for one session; died(why) is called when that container ends."""
-        self.drop_ended()
-        box = self.idle.popleft() if self.idle else None
-        self.fill()
-        if box is None:
-            return await self.open_box(died)
-        box.died = died
-        return box
-
-    def drop_ended(self) -> None:
-        for box in [box for box in self.idle if box.is_over]:
-            self.idle.remove(box)
-
-    def fill(self) -> None:
-        """Starts missing warm containers in the background."""
-        self.drop_ended()
-        while not self.is_closed and len(self.idle) + len(self.tasks) < self.warm:
-            task = asyncio.ensure_future(self._make())
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-            self.runtime.closing.add(task)
-            task.add_done_callback(self.runtime.closing.discard)
-
-    async def _make(self) -> None:
-        """Starts one warm container. Prints failures and retries; sessions do not wait for warm
-        containers."""
-        while True:
-            box = await self.open_box(lambda why: self.fill())
-            try:
-                await box.ask(OPEN_S, describe=pb.DescribeRequest())
-                self.idle.append(box)
-                return
-            except ServiceError as error:
-                print(f"a warm container: {error}; retrying soon", file=sys.stderr, flush=True)
-                await asyncio.sleep(AGAIN_S)
-            finally:
-                if box not in self.idle:
-                    box.close()
-
-    def close(self) -> None:
-        self.is_closed = True
-        for task in self.tasks:
-            task.cancel()
-        for box in self.idle:
-            box.close()
-
-
 class ContainedSession:
     """A session in its own container, with the interface of Session that a worker uses."""
 
@@ -318,7 +251,7 @@ class ContainedSession:
     async def start(self) -> pb.StartReply:
         """Starts the session. Raises ServiceError if no container starts or the file's start()
         fails."""
-        self.box = await self.env.pool.take(self.fail)
+        self.box = await self.env.open_box(self.fail)
         request = pb.StartRequest()
         request.CopyFrom(self.request)
         request.key = ""
@@ -381,7 +314,6 @@ class ContainedEnv:
         *,
         hook_timeout_s: float,
         idle_s: float,
-        warm: int = 0,
     ):
         self.name = Path(path).stem
         self.path = path
@@ -394,17 +326,16 @@ class ContainedEnv:
         self.described = pb.Environment()
         self.interactions = 0
         self.scores: set[str] = set()  # Names of rewards of one episode.
-        self.pool = ContainerPool(self.open_box, runtime, warm)
         self.common: EnvContainer | None = None
         self.lock = asyncio.Lock()
 
     @classmethod
     async def open(
-        cls, path: str, settings: Settings, runtime: Runtime, *, warm: int = 0, **limits: float
+        cls, path: str, settings: Settings, runtime: Runtime, **limits: float
     ) -> ContainedEnv:
         """Loads a file in its shared container. Raises ValueError if the container does not start
         or the file cannot be served."""
-        env = cls(path, settings, runtime, warm=warm, **limits)
+        env = cls(path, settings, runtime, **limits)
         try:
             env.described = (await env.ask(OPEN_S, describe=pb.DescribeRequest())).envs[0]
         except ServiceError as error:
@@ -414,7 +345,6 @@ class ContainedEnv:
         env.scores = {hook.name for hook in hooks if hook.is_reward and not hook.batched}
         # Longer than the hooks' deadline, which the container enforces.
         env.patience_s = 2 * env.hook_timeout_s + 30.0
-        env.pool.fill()
         return env
 
     async def open_box(self, died: Callable[[str], None]) -> EnvContainer:
@@ -446,6 +376,5 @@ class ContainedEnv:
         return await self.ask(self.patience_s, call=request)
 
     def close(self) -> None:
-        self.pool.close()
         if self.common:
             self.common.close()

@@ -38,12 +38,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--hook_timeout_s", type=float, default=60.0, help="deadline of each hook call"
     )
     parser.add_argument(
-        "--warm",
-        type=int,
-        default=0,
-        help="containers started in advance for each file with an image",
-    )
-    parser.add_argument(
         "--join", default="", metavar="HOST:PORT", help="the controller that the workers join"
     )
     add_box_flags(parser)

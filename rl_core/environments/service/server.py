@@ -179,7 +179,7 @@ def worker_command(
 ) -> list[str]:
     command = [sys.executable, "-m", "rl_core.environments.service.worker", *args.envs]
     command += ["--join", join, "--replaces", dead, "--name", name, "--parent", str(os.getpid())]
-    for flag in ("capacity", "idle_s", "hook_timeout_s", "warm"):
+    for flag in ("capacity", "idle_s", "hook_timeout_s"):
         command += [f"--{flag}", str(getattr(args, flag))]
     flags = box_flags(args)
     flags["max_boxes"] //= args.workers

@@ -26,8 +26,6 @@ from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.containers import (
     ContainedEnv,
     ContainedSession,
-    Runtime,
-    Settings,
     container_settings,
     find_runtime,
 )
@@ -371,14 +369,6 @@ def memory_bytes() -> int:
         return 0
 
 
-def runtime_for(settings: dict[str, Settings | None], name: str, warm: int) -> Runtime | None:
-    """The container runtime, or None if no file has an image."""
-    images = [f"{path} says image = {item.image!r}" for path, item in settings.items() if item]
-    if warm and not images:
-        raise ValueError(f"--warm {warm} needs a file with an image; remove it, or set `image`")
-    return find_runtime(name, images[0]) if images else None
-
-
 def make_worker(envs: list[LocalEnv | ContainedEnv], name: str, args: argparse.Namespace) -> Worker:
     """A Worker that drains on SIGTERM, and on SIGHUP also asks the server for a replacement."""
     worker = Worker(envs, name=name, capacity=args.capacity, idle_s=args.idle_s)
@@ -397,13 +387,13 @@ async def run(args: argparse.Namespace, access: Access) -> int:
     loop = asyncio.get_running_loop()
     over = loop.create_future()
     settings = {path: container_settings(path) for path in args.envs}
-    runtime = runtime_for(settings, name, args.warm)
+    images = [f"{path} says image = {item.image!r}" for path, item in settings.items() if item]
+    runtime = find_runtime(name, images[0]) if images else None
     envs = []
     try:
         for path, container in settings.items():
             limits = {"hook_timeout_s": args.hook_timeout_s, "idle_s": args.idle_s}
-            warm = {"warm": args.warm} | limits
-            contained = container and await ContainedEnv.open(path, container, runtime, **warm)
+            contained = container and await ContainedEnv.open(path, container, runtime, **limits)
             envs.append(contained or LocalEnv(path, **limits))
         worker = make_worker(envs, name, args)
         collect_rarely()
