@@ -54,13 +54,13 @@ def load_tasks(split):
 
 def start(task):
     if task.row["prompt"] == "die":
-        os._exit(7)
+        os.kill(os.getpid(), 9)
     return {"count": 0}
 
 async def interact(messages, state):
     word, _, number = messages[-1]["content"].partition(" ")
     if word == "die":
-        os._exit(7)
+        os.kill(os.getpid(), 9)
     if word == "block":
         time.sleep(float(number))
     if word == "fail":
