@@ -13,9 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from rl_core.data.episodes import grouped
 from rl_core.data.rows import write_whole
-from rl_core.distributed import all_gather_json
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import LearnerRank, Plugin, RunState
 from rl_core.run.run_folder import naming
@@ -25,7 +23,7 @@ from rl_core.run.saving.checkpoint import (
     save_checkpoint,
     trained_learners,
 )
-from rl_core.types import JSONObject, RunError, Trajectory
+from rl_core.types import JSONObject, RunError
 
 # Names of sets and actors before a metric. A component of the reward keeps its greedy_reward/.
 ROOM = r"^eval/(?:(?!greedy_|sampled_)[^/]+/)*(?=.)"
@@ -139,49 +137,22 @@ class Checkpointer(Plugin):
 
 
 class BestKeeper(Plugin):
-    """--keep_best: exports the models when an evaluation's metric, such as greedy_score, is better
-    than in all evaluations before. Compares two evaluations over the tasks that have a value in
-    both, because episodes of other tasks failed."""
+    """--keep_best: exports the models when the mean of an evaluation's metric over environments,
+    such as greedy_score, is better than in all evaluations before."""
 
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
         assert trainer.config.keep_best
         self.metric: str = trainer.config.keep_best
-        self.pattern = re.compile(ROOM + re.escape(self.metric))
         self.folder = trainer.out / "best"
         # A loss is best where it is lowest.
         self.sign = -1 if self.metric.endswith("loss") else 1
-        self.best = None
-        self.of_best: dict[str, dict[str, float]] = {}  # metric -> task -> value
-        # The same for the current evaluation, on this rank.
-        self.of_this: dict[str, dict[str, float]] = {}
+        self.best: float | None = None
         with suppress(FileNotFoundError):
-            state = read_object(self.folder / "best.json")
-            self.best, self.of_best = state.get(self.metric), state.get("tasks", {})
-
-    async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
-        """Records each task's value of the metric. `name` is eval/STEP/greedy or sampled, followed
-        by the set if there are several."""
-        if not name.startswith("eval/"):
-            return
-        from rl_core.run.evaluation.evaluation import task_metrics
-
-        config = self.trainer.config
-        _, _, label, *more = name.split("/", 3)
-        source = more[0] if more else next(iter(self.trainer.plan.eval))
-        count = 1 if label == "greedy" else config.eval.samples
-        for group in grouped(trajectories, "group_id"):
-            for metric, value in task_metrics(config, source, label, count, group).items():
-                if self.pattern.fullmatch(metric) and math.isfinite(value.value):
-                    self.of_this.setdefault(metric, {})[group[0].task_id] = value.value
+            self.best = read_object(self.folder / "best.json").get(self.metric)
 
     async def after_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        tasks: dict[str, dict[str, float]] = {}
-        for of_rank in all_gather_json(self.of_this, self.trainer.ranks):
-            for metric, values in of_rank.items():
-                tasks.setdefault(metric, {}).update(values)
-        self.of_this = {}
-        if self.is_best(metrics, tasks):
+        if self.is_best(metrics):
             await export(self.trainer, self.folder)
             await self.trainer.resume()
             self.write(step)
@@ -189,16 +160,14 @@ class BestKeeper(Plugin):
     def write(self, step: int) -> None:
         if self.trainer.ranks.is_writer:
             self.folder.mkdir(exist_ok=True)
-            state = {"step": step, self.metric: self.best, "tasks": self.of_best}
-            write_whole(self.folder / "best.json", json.dumps(state))
+            write_whole(
+                self.folder / "best.json", json.dumps({"step": step, self.metric: self.best})
+            )
 
-    def is_best(
-        self, metrics: dict[str, float], tasks: dict[str, dict[str, float]] | None = None
-    ) -> bool:
-        """Compares the mean over environments. `tasks`: metric -> task -> value. Raises RunError if
-        the evaluation lacks the metric."""
+    def is_best(self, metrics: dict[str, float]) -> bool:
+        """Raises RunError if the evaluation lacks the metric."""
         known = [name for name in metrics if name.startswith("eval/")]
-        values = [metrics[name] for name in known if self.pattern.fullmatch(name)]
+        values = [metrics[name] for name in known if re.sub(ROOM, "", name) == self.metric]
         if not values:
             names = sorted({re.sub(ROOM, "", name) for name in known})
             raise RunError(
@@ -206,32 +175,11 @@ class BestKeeper(Plugin):
                 f"{', '.join(names)}"
             )
         value = sum(values) / len(values)
-        new, old = value, self.best
-        if tasks and tasks.keys() & self.of_best.keys():
-            new, old = common_means(tasks, self.of_best)
-        if math.isnan(new):
-            return False
-        is_better = old is None or self.sign * new > self.sign * old
-        if is_better:
-            self.best, self.of_best = value, tasks or {}
-        return is_better
-
-
-def common_means(
-    first: dict[str, dict[str, float]], second: dict[str, dict[str, float]]
-) -> tuple[float, float]:
-    """Means of both over the tasks that have a value in both, each metric with equal weight. NaN
-    without such tasks."""
-    sums = []
-    for values in (first, second):
-        means = []
-        for metric in first.keys() & second.keys():
-            tasks = first[metric].keys() & second[metric].keys()
-            # Exact, so that equal values in another order have an equal mean.
-            if tasks:
-                means.append(math.fsum(values[metric][task] for task in tasks) / len(tasks))
-        sums.append(math.fsum(means) / len(means) if means else math.nan)
-    return sums[0], sums[1]
+        is_first = self.best is None and not math.isnan(value)
+        if is_first or (self.best is not None and self.sign * value > self.sign * self.best):
+            self.best = value
+            return True
+        return False
 
 
 async def export(trainer: RunState, folder: Path) -> None:
