@@ -113,7 +113,7 @@ def test_where_nothing_is_learned_an_actors_settings_of_learning_do_not_count():
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="+")
     flags = (
-        "m --env_path e.py --actors.bob.model m --actors.bob.learner.microbatch_tokens 64 "
+        "m --env_path sort_digits --actors.bob.model m --actors.bob.learner.microbatch_tokens 64 "
         "--actors.bob.learner.dtype bfloat16 --actors.bob.algorithm opd "
         "--actors.bob.algo.teacher t --algo.teacher u --critic.model v"
     )

@@ -106,8 +106,8 @@ BAD_FILES = {
     "a column that no row has": (
         SCORES.replace("answer", "anwser"),
         ROW,
-        "env.py ... anwser ... did you mean 'answer'?; read another column by --data.columns "
-        "anwser=COLUMN",
+        "env.py ... anwser ... did you mean 'answer'? Its columns are messages, answer; read one by "
+        "--data.columns anwser=answer",
     ),
     "a misspelt prompt": (
         SCORES,

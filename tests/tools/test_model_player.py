@@ -202,7 +202,7 @@ async def reward_fn(completion, task):
         left.write_text(str(int(left.read_text()) - 1))
         if left.read_text() == "0":
             left.unlink()
-            os._exit(9)
+            os.kill(os.getpid(), 9)
     return len(completion) / 10
 """
 
@@ -219,7 +219,7 @@ def test_a_killed_eval_goes_on_and_plays_no_task_twice(places, tmp_path, capsys)
     (tmp_path / "left").write_text(str(num_tasks + 3))  # In the second model's third task.
     killed = ForkedProcess("-m", "rl_core.tools.cli", *command)
     killed.communicate(timeout=60)
-    assert killed.returncode == 9
+    assert killed.returncode in (-9, 137)
     before = (tmp_path / "scored").read_text().split()
     assert len(before) == num_tasks + 3
     [torn] = [

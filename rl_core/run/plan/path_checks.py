@@ -35,7 +35,7 @@ def check_inputs(config: Config, splits: Collection[str]) -> None:
     if "train" in splits:
         sources += [("train", config.env(name).train or config.data.train) for name in names]
     if "eval" in splits:
-        sources += [(name, path) for _, _, name, path in held_out(config, names)]
+        sources += [("test", path) for *_, path in held_out(config, names)]
     for split_name, path in sources:
         for source in split(path):
             check_rows_exist(*source_and_split(source, split_name))
