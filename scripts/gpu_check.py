@@ -15,8 +15,7 @@ not_reached.txt names the stages without a result, with the reason. The exit sta
 budget left stages out, otherwise the number of failed stages.
 
 --fake runs the stages themselves, so that none fails on the day for a reason that a CPU shows.
-Results go to OUT/fake; the embedded engine replaces SGLang if that is not installed. The other
-check without a GPU, fake_cuda_check.py, finds waits for the device and mixed devices.
+Results go to OUT/fake; the embedded engine replaces SGLang if that is not installed.
 """
 
 from __future__ import annotations
