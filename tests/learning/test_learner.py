@@ -201,10 +201,28 @@ def test_parts_that_cannot_be_trained_are_refused(arch, flags, why, make_model):
         checked_chat(config, "policy")
 
 
-def test_a_checkpoint_whose_trained_weights_are_frozen_is_refused(make_model, tmp_path):
-    path, ranks = make_model("qwen2_5_vl"), init_ranks(60)
-    save_checkpoint(tmp_path / "step_000001", {"policy": make_learner(path)}, {}, ranks, 0)
-    for flags, why in (("", None), ("--learner.train language", "was trained, and is frozen here")):
-        learners = {"policy": make_learner(path, flags)}
-        with pytest.raises(ValueError, match=why) if why else nullcontext():
-            load_checkpoint(tmp_path / "step_000001", learners)
+LORA = "--actors.policy.lora.rank 4 --actors.policy.lora.targets"
+SHAPE, FROZEN = "is missing or has another shape", "was trained, and is frozen here"
+
+
+@pytest.mark.parametrize(
+    "arch, before, after, why",
+    [
+        ("qwen2_5_vl", "", "", None),
+        ("qwen2_5_vl", "", "--learner.train language", FROZEN),
+        ("qwen3", f"{LORA} q_proj", f"{LORA} q_proj", None),
+        ("qwen3", f"{LORA} q_proj", f"{LORA} q_proj --actors.policy.lora.rank 8", SHAPE),
+        ("qwen3", f"{LORA} q_proj", f"{LORA} q_proj,v_proj", SHAPE),
+        ("qwen3", f"{LORA} q_proj,v_proj", f"{LORA} q_proj", FROZEN),
+        ("qwen3", f"{LORA} q_proj", "", FROZEN),
+        ("qwen3", "", f"{LORA} q_proj", FROZEN),
+    ],
+)
+def test_a_checkpoint_of_other_trained_weights_is_refused(
+    arch, before, after, why, make_model, tmp_path
+):
+    path, ranks = make_model(arch), init_ranks(60)
+    save_checkpoint(tmp_path / "step_000001", {"policy": make_learner(path, before)}, {}, ranks, 0)
+    learners = {"policy": make_learner(path, after)}
+    with pytest.raises(ValueError, match=why) if why else nullcontext():
+        load_checkpoint(tmp_path / "step_000001", learners)
