@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rl_core.run.run_folder import RunLog
     from rl_core.sampling.actor import Speaker
     from rl_core.sampling.engine import Engine
-    from rl_core.sampling.rollout import Group, RolloutWorker
+    from rl_core.sampling.groups import Group
+    from rl_core.sampling.rollout import RolloutWorker
     from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
 

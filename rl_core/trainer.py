@@ -44,8 +44,9 @@ from rl_core.run.options import make_plugins
 from rl_core.run.plan.plan import Plan
 from rl_core.run.run_folder import RunLog
 from rl_core.sampling.actor import Speaker
+from rl_core.sampling.groups import Group, make_group
 from rl_core.sampling.options import make_worker
-from rl_core.sampling.rollout import Group, make_group, sorted_trajectories
+from rl_core.sampling.rollout import sorted_trajectories
 from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
 

@@ -41,7 +41,10 @@ API = {
         "rl_core.types: Task SamplingParams Completion Turn Trajectory TrainingSample PackedBatch "
         "RunError"
     ],
-    "Actors in rollout(task, actors)": ["rl_core.sampling.actor: Actor Conversation"],
+    "Actors in rollout(task, actors)": [
+        "rl_core.sampling.actor: Actor",
+        "rl_core.sampling.conversation: Conversation",
+    ],
     "Engines": [
         "rl_core.sampling.engine: Engine WeightOwner EngineSpec EmbeddedSpec ServerSpec EngineDied"
     ],

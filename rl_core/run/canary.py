@@ -16,7 +16,8 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max
 from rl_core.plugin import Plugin, RunState
-from rl_core.sampling.actor import DRAWING, Actor, revived
+from rl_core.sampling.actor import Actor, revived
+from rl_core.sampling.conversation import SAMPLING_FLAGS
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import (
     Completion,
@@ -96,7 +97,7 @@ class Canary(Plugin):
         limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
         if engine.sees:
             prompts += image_prompts(chat, speaker.max_context_tokens - limit)
-        drawn = {name: getattr(learner.config.sampling, name) for name in DRAWING}
+        drawn = {name: getattr(learner.config.sampling, name) for name in SAMPLING_FLAGS}
         params = SamplingParams(max_tokens=limit, keeps_ids=True, **drawn)
 
         async def speak() -> list[Completion]:

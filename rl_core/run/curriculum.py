@@ -15,9 +15,10 @@ from rl_core.data.task_rows import Tasks, TaskSource, shorten
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.plugin import Plugin
 from rl_core.sampling.env import Env
+from rl_core.sampling.groups import Group
 from rl_core.sampling.hooks import Hook, describe_error
 from rl_core.sampling.reward_parts import finite
-from rl_core.sampling.rollout import Group, sorted_trajectories
+from rl_core.sampling.rollout import sorted_trajectories
 from rl_core.types import JSONObject, RunError, Trajectory, counter_seed
 
 if TYPE_CHECKING:

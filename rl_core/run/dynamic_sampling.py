@@ -8,7 +8,8 @@ from rl_core.distributed import all_gather_json
 from rl_core.learning.signal import has_signal
 from rl_core.metrics import Mean
 from rl_core.plugin import Plugin
-from rl_core.sampling.rollout import Group, sorted_trajectories
+from rl_core.sampling.groups import Group
+from rl_core.sampling.rollout import sorted_trajectories
 
 
 class Refill(Plugin):

@@ -18,7 +18,8 @@ from rl_core.engines.weights import on_host
 from rl_core.metrics import Mean, Metric
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.rollout import Group, sorted_trajectories
+from rl_core.sampling.groups import Group
+from rl_core.sampling.rollout import sorted_trajectories
 from rl_core.types import Trajectory
 
 if TYPE_CHECKING:

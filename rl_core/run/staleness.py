@@ -9,19 +9,18 @@ from rl_core.metrics import Max, Mean
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.run_files import write_trajectories
-from rl_core.sampling.resumable_rollouts import FILE, ResumableWorker, read_groups
-from rl_core.sampling.rollout import Group
+from rl_core.sampling.groups import Group
+from rl_core.sampling.resumable_rollouts import FILE, Replays, read_groups
 from rl_core.types import JSONObject, Task
 
 
 class StaleGroups(Plugin):
-    """Saves and restores unfinished groups. The run's worker is a ResumableWorker."""
+    """Saves and restores unfinished groups."""
 
     @property
-    def worker(self) -> ResumableWorker:
-        worker = self.trainer.worker
-        assert isinstance(worker, ResumableWorker)
-        return worker
+    def replays(self) -> Replays:
+        assert self.trainer.worker.player.replays is not None
+        return self.trainer.worker.player.replays
 
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
@@ -29,8 +28,8 @@ class StaleGroups(Plugin):
 
     def load(self, state: JSONObject) -> None:
         trainer = self.trainer
-        self.worker.resume_groups(trainer.pending, self.restored)
-        local = {position for position in trainer.pending if self.worker.is_own(position)}
+        trainer.worker.resume_groups(trainer.pending, self.restored)
+        local = {position for position in trainer.pending if trainer.worker.is_own(position)}
         if local:
             assert trainer.checkpoint is not None
             oldest = trainer.first_step - trainer.config.max_staleness
@@ -44,7 +43,7 @@ class StaleGroups(Plugin):
         if not row or not task:
             return group
         group = self.trainer.make_group(group.position, task)
-        self.worker.player.restore(group, row)
+        self.replays.restore(group, row)
         return group
 
     def task_of(self, row: JSONObject) -> Task | None:
@@ -66,7 +65,7 @@ class StaleGroups(Plugin):
 
     async def files(self, scratch: Path) -> list[Path]:
         """Writes this rank's groups; rank 0 copies the files of all ranks."""
-        trainer, worker = self.trainer, self.worker
+        trainer, worker = self.trainer, self.trainer.worker
         if not worker.pending:
             return []
         for engine in trainer.device.engines:
@@ -75,7 +74,7 @@ class StaleGroups(Plugin):
         file = scratch / names[trainer.ranks.rank]
         rows = []
         for key in (*worker.done, *worker.running):
-            rows.append(worker.player.row_of(worker.pending[key]))
+            rows.append(self.replays.row_of(worker.pending[key]))
         with naming(file):
             write_trajectories(file, rows, trainer.out / "rollouts")
         return [scratch / name for name in names]

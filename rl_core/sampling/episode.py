@@ -13,7 +13,8 @@ from rl_core.data.messages import canonical_messages, shorten, with_text_argumen
 from rl_core.data.task_rows import row_tools
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
-from rl_core.sampling.actor import Conversation, EpisodeActors
+from rl_core.sampling.actor import EpisodeActors
+from rl_core.sampling.conversation import Conversation
 from rl_core.sampling.hooks import Hook, refuse_none, wait_for_all
 from rl_core.sampling.reward_parts import add_parts, finite, plain, reward_values
 from rl_core.types import JSON, JSONObject, Message, Task, Trajectory
@@ -141,7 +142,7 @@ class Episode:
             if len(joined) < len(heard) and not conversation.accepts(heard):
                 heard = joined
             await conversation.respond(heard, state_key=key)
-        elif not (conversation.room < 1 and self.speaker):
+        elif not (conversation.tokens_left < 1 and self.speaker):
             # A task without room for the first turn raises an error; a later actor is skipped.
             await conversation.respond(state_key=key)
         if conversation.num_replies > num_replies:

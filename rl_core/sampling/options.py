@@ -15,20 +15,20 @@ def make_worker(
     config: Config, envs: Mapping[str, Env], speakers: Mapping[str, Speaker], ranks: Ranks
 ) -> RolloutWorker:
     """The rollout worker of a rank. `speakers`: what hooks address, by the name of the actor."""
-    player_class, worker_class = EpisodeRunner, RolloutWorker
+    window = replays = None
     if config.deterministic:
-        from rl_core.sampling.deterministic_rollouts import DeterministicPlayer, DeterministicWorker
+        from rl_core.sampling.deterministic_rollouts import Window
 
-        player_class, worker_class = DeterministicPlayer, DeterministicWorker
-    elif config.max_staleness:
-        from rl_core.sampling.resumable_rollouts import ResumablePlayer, ResumableWorker
+        window = Window()
+    if config.deterministic or config.max_staleness:
+        from rl_core.sampling.resumable_rollouts import Replays
 
-        player_class, worker_class = ResumablePlayer, ResumableWorker
+        replays = Replays(window)
     after_group = None
     if any(config.of(name).algo.teacher for name in config.trained):
         from rl_core.sampling.teacher_prompts import TeacherPrompts, teacher_limits
 
         limits = teacher_limits(config)
         after_group = TeacherPrompts(limits) if limits else None
-    player = player_class(envs, speakers, config.rollout, after_group)
-    return worker_class(player, ranks, config.timeout_s)
+    runner = EpisodeRunner(envs, speakers, config.rollout, after_group, replays)
+    return RolloutWorker(runner, ranks, config.timeout_s)

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 from pydantic import TypeAdapter
 
 from rl_core.data.images import load_images, set_images
 from rl_core.data.rows import read_json
-from rl_core.sampling.actor import Conversation, EpisodeActors
-from rl_core.sampling.env import Env
-from rl_core.sampling.rollout import EpisodeRunner, Group, Key, RolloutWorker
+from rl_core.sampling.conversation import Conversation, TokenConversation
+from rl_core.sampling.groups import Group
 from rl_core.types import Completion, JSONObject, Message, SamplingParams, Trajectory
+
+if TYPE_CHECKING:
+    from rl_core.sampling.deterministic_rollouts import Episode, Window
 
 FILE = "under_way.rank_"  # Prefix of each rank's file in a checkpoint.
 TRAJECTORIES = TypeAdapter(list[Trajectory])
@@ -36,85 +38,74 @@ class SavedCompletion:
 ANSWERS = TypeAdapter(dict[str, SavedCompletion])
 
 
-@dataclass(kw_only=True, slots=True)
-class EpisodeRecord:
-    # Keys: conversation and number of the turn.
-    answers: dict[str, SavedCompletion] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)  # keys of turns since the episode began
-    num_sampled: int = 0  # turns that are being sampled, with --deterministic
-    held_in: int = -1  # the last window in which a turn waited
+class EpisodeReplay:
+    """The turns of one episode: those that were sampled before, and those of this process."""
 
-
-class ResumableConversation(Conversation):
-    """A conversation that replays saved completions instead of sampling."""
-
-    def __init__(self, player: ResumablePlayer, group: str, episode: EpisodeRecord, *args):
-        super().__init__(*args)
-        self.player = player
-        self.group = group
+    def __init__(
+        self, episode: Episode, answers: dict[str, SavedCompletion], window: Window | None
+    ):
         self.episode = episode
+        self.answers = answers  # Keys: conversation and number of the turn.
+        self.window = window
+        self.used: set[str] = set()  # Keys of turns since the episode began.
 
-    def answer(self, *asked: object) -> SavedCompletion:
-        """The saved completion of the next turn. A hook that asks for something else than before
-        gets a new one, and so does a second conversation with the same label."""
-        turn = self.next_turn
-        while turn in self.episode.used:
+    def answer(self, turn: str, *asked: object) -> SavedCompletion:
+        """The saved completion of a turn. A hook that asks for something else than before gets a
+        new one, and so does a second conversation with the same label."""
+        while turn in self.used:
             turn += "~"
-        self.episode.used.add(turn)
+        self.used.add(turn)
         checksum = crc32(repr(asked).encode())
-        known = self.episode.answers.get(turn)
+        known = self.answers.get(turn)
         if known is None or known.asked != checksum:
-            known = self.episode.answers[turn] = SavedCompletion(
-                asked=checksum, completion=Completion()
-            )
+            known = SavedCompletion(asked=checksum, completion=Completion())
+            self.answers[turn] = known
         return known
 
-    async def _generate(self, params: SamplingParams, seed: int, **begun: Completion) -> Completion:
-        assert self.stream
-        answer = self.answer(list(self.stream.prompt_ids), params)
+    async def generate(
+        self, talk: TokenConversation, params: SamplingParams, seed: int
+    ) -> Completion:
+        answer = self.answer(talk.next_turn, list(talk.stream.prompt_ids), params)
         while not answer.completion.finish_reason:
-            answer.completion = await self.continue_turn(params, seed, answer.completion)
+            if self.window is None:
+                sampling = talk.generate(params, seed, answer.completion)
+            else:
+                sampling = self.window.generate(self.episode, talk, params, seed, answer.completion)
+            answer.completion = await sampling
         return answer.completion
 
-    async def continue_turn(
-        self, params: SamplingParams, seed: int, begun: Completion
-    ) -> Completion:
-        return await super()._generate(params, seed, begun=begun)
-
-    async def _chat(self, seed: int) -> tuple[Message, Completion]:
-        answer = self.answer(self.history, self.tools, self.turn_params)
+    async def chat(self, talk: Conversation, seed: int) -> tuple[Message, Completion]:
+        answer = self.answer(talk.next_turn, talk.history, talk.tools, talk.turn_params)
         if answer.reply is None:
-            answer.reply, answer.completion = await super()._chat(seed)
+            answer.reply, answer.completion = await talk.chat(seed)
         return dict(answer.reply), answer.completion
 
 
-class ResumablePlayer(EpisodeRunner):
-    conversation = ResumableConversation
+class Replays:
+    """The replays of all running groups of a rank."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        # Group -> episode, or rollout.SCORING -> record.
-        self.records: dict[str, dict[str, EpisodeRecord]] = defaultdict(dict)
+    def __init__(self, window: Window | None = None):
+        """`window`: bounds the tokens of turns; see deterministic_rollouts.py."""
+        self.window = window
+        # Group -> episode, or rollout.SCORING -> replay.
+        self.groups: dict[str, dict[str, EpisodeReplay]] = defaultdict(dict)
 
-    async def play(self, group: Group) -> list[Trajectory]:
-        trajectories = await super().play(group)
-        self.records.pop(group.id, None)
-        return trajectories
+    def start(self, group: Group, name: int | str) -> EpisodeReplay:
+        """The replay of an episode that begins, or begins again."""
+        episodes = self.groups[group.id]
+        if str(name) not in episodes:
+            episodes[str(name)] = EpisodeReplay((group.id, str(name)), {}, self.window)
+        episodes[str(name)].used.clear()
+        return episodes[str(name)]
 
-    def players(self, env: Env, group: Group, name: int | str, seed: int) -> EpisodeActors:
-        players = super().players(env, group, name, seed)
-        record = self.records[group.id].setdefault(str(name), EpisodeRecord())
-        record.used.clear()
-        make = partial(self.conversation, self, group.id, record)
-        for actor_name, actor in players.items():
-            players[actor_name] = replace(actor, make_conversation=make)
-        return players
+    def end(self, group: Group) -> None:
+        self.groups.pop(group.id, None)
 
     def row_of(self, group: Group) -> JSONObject:
         """The row of a checkpoint for a group that has begun."""
         episodes: dict[str, JSONObject] = {}
-        for name, record in self.records.get(group.id, {}).items():
-            episodes[name] = {"answers": record.answers, "trajectories": None}
+        for name, replay in self.groups.get(group.id, {}).items():
+            episodes[name] = {"answers": replay.answers, "trajectories": None}
         for index, trajectories in group.ended.items():
             episodes[str(index)] = {"answers": {}, "trajectories": trajectories}
         return {
@@ -135,37 +126,7 @@ class ResumablePlayer(EpisodeRunner):
                 group.ended[int(name)] = read_trajectories(episode["trajectories"])
             else:
                 answers = ANSWERS.validate_python(episode["answers"])
-                self.records[group.id][name] = EpisodeRecord(answers=answers)
-
-
-class ResumableWorker(RolloutWorker):
-    """A worker with a ResumablePlayer, which first continues the groups of an earlier process."""
-
-    player: ResumablePlayer
-    restored: Callable[[Group], Group]
-    numbers: Iterator[int]
-    num_restored: int
-
-    def resume_groups(self, positions: list[int], restored: Callable[[Group], Group]) -> None:
-        """Starts with the groups at these positions, as `restored` returns them. The positions are
-        assigned to ranks round-robin."""
-        numbers = [n for n, position in enumerate(positions) if self.is_own(position)]
-        self.numbers = iter(numbers)
-        self.num_restored = len(positions)
-        self.restored = restored
-
-    def is_own(self, position: int) -> bool:
-        return position % self.ranks.size == self.ranks.rank
-
-    def _draw(self, label: str = "") -> int:
-        if label:
-            return super()._draw(label)
-        number = next(self.numbers, None)
-        return self.num_restored + super()._draw() if number is None else number
-
-    def _begin(self, key: Key) -> None:
-        self.pending[key] = self.restored(self.pending[key])
-        super()._begin(key)
+                self.groups[group.id][name] = EpisodeReplay((group.id, name), answers, self.window)
 
 
 def read_trajectories(values: list[JSONObject]) -> list[Trajectory]:

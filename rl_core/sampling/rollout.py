@@ -6,96 +6,38 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from rl_core.config import Config, RolloutConfig
+from rl_core.config import RolloutConfig
 from rl_core.data.episodes import succeeded
 from rl_core.data.images import set_images
-from rl_core.data.task_rows import row_variables, shown_columns
-from rl_core.sampling.actor import DRAWING, EpisodeActors, Speaker, revived
+from rl_core.data.task_rows import row_variables
+from rl_core.sampling.actor import EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import add_group_rewards, group_rewards
+from rl_core.sampling.groups import Group
 from rl_core.sampling.hooks import HookError, run_within, wait_for_all
 from rl_core.sampling.reward_parts import refuse_unscored
-from rl_core.types import JSON, JSONObject, RunError, SamplingParams, Task, Trajectory, counter_seed
+from rl_core.types import RunError, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
     from rl_core.distributed import Ranks
+    from rl_core.sampling.deterministic_rollouts import Window
+    from rl_core.sampling.resumable_rollouts import Replays
 
 POLL_S = 0.05  # Interval of polling other ranks.
+WINDOW_POLL_S = 0.002  # Interval of polling this rank's groups.
 # Key of a group in a worker: (label, number among the groups submitted with that label).
 Key = tuple[str, int]
-# API actors ignore --sampling.top_k, top_p and min_p, because many endpoints reject them.
-NO_LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 SCORING = "group"  # Replaces the episode's number in sessions that score the group.
 CUT_OFF = (
     "; the episode was truncated, which may be the reason: a turn was cut off, as by --max_tokens"
 )
-
-
-@dataclass(kw_only=True, slots=True)
-class Group:
-    """All episodes of one task, for example number 3 of the batch "train/000012"."""
-
-    task: Task
-    batch: str  # Seeds depend on `batch` and `number`.
-    number: int  # Index in the batch.
-    size: int
-    params: SamplingParams
-    seed: int  # Seed of the run.
-    # Label of an evaluation. Replaces `batch` in the id: all evaluations share `batch`, and so
-    # seeds.
-    label: str = ""
-    position: int = 0  # Position of the task in the order of the data.
-    version: int = -1  # Policy version at the start; -1 before it.
-    # Actor -> sampling parameters that replace those of `params`.
-    own_params: dict[str, JSONObject] = field(default_factory=dict)
-    # Index of an ended episode -> its trajectories.
-    ended: dict[int, list[Trajectory]] = field(default_factory=dict)
-    trajectories: list[Trajectory] = field(default_factory=list)  # Filled after all have ended.
-    columns: dict[str, str] = field(default_factory=dict)  # Columns of the task for rollouts/.
-
-    def __post_init__(self) -> None:
-        self.columns = shown_columns(self.task)
-
-    @property
-    def id(self) -> str:
-        """Unique in the run."""
-        return f"{self.label or self.batch}/{self.number:06d}"
-
-    def seed_of(self, *parts: int | str) -> int:
-        return counter_seed(self.seed, self.batch, self.number, *parts)
-
-
-def make_group(
-    config: Config, task: Task, drawn: JSONObject | None = None, **fields: JSON
-) -> Group:
-    """`drawn`: sampling parameters of an evaluation; None uses each actor's training parameters.
-    `fields`: further fields of the Group, such as size, batch and number."""
-    max_tokens, env = config.max_tokens, config.envs.get(task.env)
-    if env and env.max_tokens:
-        max_tokens = env.max_tokens
-    sampling = drawn
-    if sampling is None:
-        sampling = {name: getattr(config.sampling, name) for name in DRAWING}
-        sampling["keeps_ids"] = True
-    params = SamplingParams(max_tokens=max_tokens, stop=tuple(config.sampling.stop), **sampling)
-    group = Group(task=task, params=params, seed=config.seed, **fields)
-    for name, actor in config.actors.items():
-        overrides: JSONObject = dict(actor.sampling)
-        if "stop" in overrides:
-            overrides["stop"] = tuple(overrides["stop"])
-        if actor.api and drawn is None:
-            overrides = NO_LIMITS | overrides
-        if drawn is not None:
-            overrides = {flag: v for flag, v in overrides.items() if flag not in DRAWING}
-        group.own_params[name] = overrides
-    return group
 
 
 AfterGroup = Callable[["EpisodeRunner", Group, list[Trajectory]], Awaitable[None]]
@@ -119,12 +61,15 @@ class EpisodeRunner:
         actors: Mapping[str, Speaker],
         config: RolloutConfig,
         after_group: AfterGroup | None = None,
+        replays: Replays | None = None,
     ):
-        """`after_group`: called with the runner, the group and its scored trajectories."""
+        """`after_group`: called with the runner, the group and its scored trajectories. `replays`:
+        keep the turns of running groups for checkpoints."""
         self.envs = envs
         self.actors = actors
         self.config = config
         self.after_group = after_group
+        self.replays = replays
 
     @property
     def max_episodes(self) -> int:
@@ -137,7 +82,10 @@ class EpisodeRunner:
         """The trajectories of a group. If an engine dies, restarts it and the unfinished episodes.
         Raises RunError if the engine cannot restart or dies again and again."""
         play = partial(self.play_once, group)
-        return await revived(play, self.actors.values(), f"one group of {group.batch}")
+        trajectories = await revived(play, self.actors.values(), f"one group of {group.batch}")
+        if self.replays:
+            self.replays.end(group)
+        return trajectories
 
     async def play_once(self, group: Group) -> list[Trajectory]:
         """One attempt of play(). Raises EngineDied after all episodes have ended."""
@@ -190,11 +138,13 @@ class EpisodeRunner:
         session = f"{group.batch}/{group.number:06d}/{name}"
         players = EpisodeActors(self.actors, group.params, seed, session, env.max_turns)
         variables = row_variables(group.task.row)
+        replay = self.replays.start(group, name) if self.replays else None
         for speaker, actor in players.items():
             if actor.chat is not None:
                 actor.chat = actor.chat.with_variables(variables)
             assert actor.params is not None
             actor.params = replace(actor.params, **group.own_params.get(speaker, {}))
+            actor.replay = replay
             if group.label:  # Evaluations use the newest weights only.
                 actor.stale_engine = None
         return players
@@ -307,6 +257,25 @@ class RolloutWorker:
         self.num_collects = 0
         self.meeting: Meeting | None = None  # See meet_by().
         self.num_collected: Counter[str] = Counter()  # Label -> collected groups.
+        # Groups of an earlier process, see resume_groups().
+        self.restored_numbers: Iterator[int] = iter(())
+        self.num_restored = 0
+        self.restore: Callable[[Group], Group] = lambda group: group
+
+    def resume_groups(self, positions: Sequence[int], restore: Callable[[Group], Group]) -> None:
+        """Starts with the groups at these positions, as `restore` returns them. The positions are
+        assigned to ranks round-robin."""
+        self.restored_numbers = iter([n for n, pos in enumerate(positions) if self.is_own(pos)])
+        self.num_restored = len(positions)
+        self.restore = restore
+
+    def is_own(self, position: int) -> bool:
+        return position % self.ranks.size == self.ranks.rank
+
+    @property
+    def window(self) -> Window | None:
+        """See deterministic_rollouts.py."""
+        return self.player.replays.window if self.player.replays else None
 
     def meet_by(self, meeting: Meeting) -> None:
         """Makes all ranks call meeting.meet() during collect() once one has meeting.is_wanted."""
@@ -320,6 +289,12 @@ class RolloutWorker:
         self._fill()
 
     def _fill(self) -> None:
+        if self.window:  # Starts all groups of this rank at once.
+            for key, group in self.pending.items():
+                is_new = key not in self.running and key not in self.done
+                if self.is_own(group.position) and is_new:
+                    self._begin(key)
+            return
         # Evaluations first: training groups have the label "".
         for label in sorted({label for label, _ in self.pending}, reverse=True):
             while self._has_room(label):
@@ -346,11 +321,16 @@ class RolloutWorker:
         needed = largest if playing else 1
         return playing + needed <= self.player.max_episodes
 
-    def _draw(self, label: str = "") -> int:
-        return self._count(f"drawn/{label}", 1) - 1
+    def _draw(self, label: str) -> int:
+        """The number of the next group with this label."""
+        restored = next(self.restored_numbers, None) if not label else None
+        if restored is not None:
+            return restored
+        num_restored = 0 if label else self.num_restored
+        return num_restored + self._count(f"drawn/{label}", 1) - 1
 
     def _begin(self, key: Key) -> None:
-        group = self.pending[key]
+        group = self.pending[key] = self.restore(self.pending[key])
         if group.version < 0:  # Not started by a previous run.
             group.version = self.version
         self.running[key] = asyncio.create_task(self._run(key, group))
@@ -397,11 +377,27 @@ class RolloutWorker:
         return groups
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
-        """Waits for this rank's groups that would be too stale for the next step."""
+        """Waits for this rank's groups that would be too stale for the next step. With a window,
+        waits until the oldest groups are done, and all others of this rank wait."""
+        if self.window:
+            due = [key for key in self.pending if key[0] == label][:num_groups]
+            self.window.open({self.pending[key].id for key in due}, has_parts=not label)
+            while any(key in due or not self._is_waiting(key) for key in self.running):
+                await self._wait(WINDOW_POLL_S)
+            self.window.open((), has_parts=False)
+            return
         while any(self.pending[key].version <= oldest for key in self.running):
             if self._is_called():
                 return
             await self._wait(POLL_S)
+
+    def _is_waiting(self, key: Key) -> bool:
+        """True if all unfinished episodes of a group wait for the next window."""
+        group, replays = self.pending[key], self.player.replays
+        assert replays and replays.window
+        ended = {str(index) for index in group.ended}
+        live = [(group.id, name) for name in replays.groups[group.id].keys() - ended]
+        return bool(live) and all(map(replays.window.is_waiting, live))
 
     def _is_called(self) -> bool:
         return self.meeting is not None and self.meeting.is_wanted

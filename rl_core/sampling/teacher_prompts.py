@@ -17,8 +17,9 @@ from rl_core.models.loading import load_model_config, max_positions
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
+from rl_core.sampling.groups import Group
 from rl_core.sampling.hooks import run_within, wait_for_all
-from rl_core.sampling.rollout import EpisodeRunner, Group
+from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.types import JSONObject, Message, Task, Trajectory, Turn
 
 HOOK = "teacher_prompt"

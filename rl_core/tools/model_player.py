@@ -224,7 +224,7 @@ class Player:
         """`size` episodes of each task; `drawn`: make_group()'s. `cell`: has some of them already,
         and keeps the others. Raises RunError if too many fail."""
         from rl_core.run.failure_limit import refuse_failures
-        from rl_core.sampling.rollout import make_group
+        from rl_core.sampling.groups import make_group
 
         config, position = self.config, {"batch": batch, "label": label, "size": size}
         groups, played = [], []

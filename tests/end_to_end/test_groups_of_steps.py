@@ -377,6 +377,7 @@ def test_what_a_rank_that_waits_asks_the_store_does_not_grow_with_ranks_or_group
 
     class Player:
         max_episodes = 8
+        replays = None
 
         async def play(self, group):
             return []

@@ -9,7 +9,7 @@ from kit import words
 
 from rl_core.config import known_flags, parse_config
 from rl_core.run.evaluation.eval_folder import COMPARED, EvalFolder, cell_of
-from rl_core.sampling.rollout import make_group
+from rl_core.sampling.groups import make_group
 from rl_core.types import Task, Trajectory
 
 FLAGS = "--model m --env_path e.py --out x --eval.samples 2"

@@ -14,7 +14,6 @@ from kit import RanksProcess, answer, metrics, of_ranks, run_ranks, trajectories
 from stage import make_groups
 
 from rl_core.distributed import init_ranks
-from rl_core.sampling.resumable_rollouts import ResumableWorker
 from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, Task, Trajectory
@@ -48,6 +47,7 @@ def group_of(n: int, label: str = ""):
 def worker_of(run, timeout_s: float = 20.0, width: int = 8) -> RolloutWorker:
     class Player:
         max_episodes = width
+        replays = None
 
         async def play(self, group) -> list[Trajectory]:
             await run(group.position)
@@ -214,6 +214,7 @@ def collected(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
 
     class Player:
         max_episodes = 8
+        replays = None
 
         async def play(self, group) -> list[Trajectory]:
             return []
@@ -225,7 +226,7 @@ def collected(ranks, num_evaluated: str, *positions: str) -> list[list[int]]:
         worker.submit(map(group_of, positions))
         return [group.position for group in await worker.collect(len(positions))]
 
-    worker = ResumableWorker(Player(), ranks, 20.0)
+    worker = RolloutWorker(Player(), ranks, 20.0)
     positions = [int(position) for position in positions]
     worker.resume_groups(positions, lambda group: group)
     read = [position for position in positions if worker.is_own(position)]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,8 @@ from rl_core.config import RolloutConfig
 from rl_core.data.task_rows import make_task
 from rl_core.run.saving.checkpoint import facts_of
 from rl_core.run.saving.run_files import jsonable
-from rl_core.sampling.resumable_rollouts import (
-    EpisodeRecord,
-    ResumableConversation,
-    ResumablePlayer,
-    read_groups,
-)
+from rl_core.sampling.resumable_rollouts import EpisodeReplay, Replays, read_groups
+from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.types import Completion, SamplingParams
 
 
@@ -166,7 +161,7 @@ def new_group(env):
 
 
 def row_of(player, group) -> dict:
-    return json.loads(json.dumps(player.row_of(group), default=jsonable))
+    return json.loads(json.dumps(player.replays.row_of(group), default=jsonable))
 
 
 class Limited(RuleEngine):
@@ -190,7 +185,7 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         env.rewards[0].function.__globals__["scored"],
     )
 
-    player = ResumablePlayer({env.name: env}, actors, RolloutConfig())
+    player = EpisodeRunner({env.name: env}, actors, RolloutConfig(), replays=Replays())
     full = asyncio.run(player.play(new_group(env)))
     num_turns = len(engine.asked)
 
@@ -221,8 +216,11 @@ def test_a_group_that_goes_on_asks_only_what_nobody_has_answered(env_of):
         ]
         ended = [t for e in row["episodes"].values() for t in e["trajectories"] or ()]
         engine.asked.clear(), scored.clear()
-        player, group = ResumablePlayer({env.name: env}, actors, RolloutConfig()), new_group(env)
-        player.restore(group, row)
+        player, group = (
+            EpisodeRunner({env.name: env}, actors, RolloutConfig(), replays=Replays()),
+            new_group(env),
+        )
+        player.replays.restore(group, row)
         again = asyncio.run(player.play(group))
         assert [t.turns for t in again] == [t.turns for t in full]
         assert [t.reward for t in again] == [t.reward for t in full]
@@ -250,7 +248,7 @@ class Endpoint:
 
 @pytest.mark.parametrize("has_tokens", [True, False])
 def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
-    replies, record = iter("1234"), EpisodeRecord()
+    replies, record = iter("1234"), EpisodeReplay(("g", "0"), {}, None)
     bob = actor("bob", RuleEngine(chat_of(), lambda prompt, seed: next(replies)))
     if not has_tokens:
         bob = replace(bob, engine=Endpoint(), chat=None)
@@ -258,9 +256,8 @@ def test_who_asks_otherwise_than_before_is_answered_anew(has_tokens):
     def episode(*prompts) -> list[str]:
         """Replies to conversations with one label."""
         record.used.clear()
-        make = partial(ResumableConversation, None, "g", record)
         params = SamplingParams(max_tokens=9)
-        player = replace(bob.bind_episode(params, 0, "s"), make_conversation=make)
+        player = replace(bob.bind_episode(params, 0, "s"), replay=record)
         asked = [player.converse([{"role": "user", "content": p}], label="l") for p in prompts]
         return [asyncio.run(talk.respond()).text for talk in asked]
 
@@ -285,9 +282,11 @@ async def rollout(task, actors):
 def test_numbers_of_numpy_and_torch_are_the_same_after_a_checkpoint(env_of):
     env, engine = env_of(SCALARS), RuleEngine(chat_of(), saying(["a"]))
     group = new_group(env)
-    player = ResumablePlayer({env.name: env}, {"policy": actor("policy", engine)}, RolloutConfig())
+    player = EpisodeRunner(
+        {env.name: env}, {"policy": actor("policy", engine)}, RolloutConfig(), replays=Replays()
+    )
     group.trajectories = asyncio.run(player.play(group))
     again = new_group(env)
-    player.restore(again, row_of(player, group))
+    player.replays.restore(again, row_of(player, group))
     assert again.trajectories == group.trajectories
     assert again.trajectories[0].metrics == {"a": 0.25, "b": 2}

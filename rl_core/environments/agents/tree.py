@@ -27,7 +27,8 @@ from rl_core.data.chat import TooLongError
 from rl_core.data.images import key_of as image_key
 from rl_core.data.thoughts import without_thoughts
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
-from rl_core.sampling.actor import Actor, Conversation
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.conversation import Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, Message, Trajectory, Turn
@@ -51,7 +52,7 @@ class Node:
     """An actor's turn and the history up to it."""
 
     conversation: Conversation
-    num_replies: int  # Replies of the conversation, including this one.
+    snapshot: Conversation  # The conversation as of this turn.
     reply: Reply
     keys: list[Key]  # Keys of the non-empty messages up to this turn.
     tools: str  # Digest.tools of the conversation.
@@ -69,12 +70,12 @@ class Node:
         if not self.is_continued:
             self.is_continued = True
             return self.conversation
-        return self.conversation.at(self.num_replies)
+        return self.conversation.fork(self.snapshot)
 
     def trajectory(self, reward: float | dict[str, float]) -> Trajectory:
         """The branch that ends here. The end of a stream that the program did not read is left
         out."""
-        trajectory = self.conversation.at(self.num_replies).trajectory(reward)
+        trajectory = self.conversation.fork(self.snapshot).trajectory(reward)
         chat = self.conversation.speaker.chat
         if trajectory.turns and chat and self.reply.num_sent < math.inf:
             turn = trajectory.turns[-1]
@@ -217,7 +218,8 @@ class Tree:
         """Removes the conversations of a failed request."""
         for talk in talks:
             if parent is not None and talk is parent.conversation:
-                talk.take_back()
+                # Drops messages such as those that the chat template refused.
+                vars(talk).update(vars(parent.snapshot.snapshot()), num_forks=talk.num_forks)
                 parent.is_continued = False
             else:
                 self.actor.conversations.remove(talk)
@@ -284,7 +286,7 @@ class Tree:
         try:
             await talk.respond(new, **limits)
         except ValueError as error:
-            self.is_truncated = self.is_truncated or talk.room < 1
+            self.is_truncated = self.is_truncated or talk.tokens_left < 1
             raise Refusal(str(error), code=code_of(talk)) from error
         if talk.num_replies == num_replies:
             self.is_truncated = True
@@ -295,7 +297,7 @@ class Tree:
         reply = reply_of(talk, request)
         keys = digest.keys[:-1] if reply.prefix else digest.keys
         spoken = [key for key in [*keys, key_of(reply.message)] if key]
-        return Node(talk, talk.num_replies, reply, spoken, digest.tools, parent)
+        return Node(talk, talk.snapshot(), reply, spoken, digest.tools, parent)
 
     def cancel(self) -> None:
         """Cancels the running turns."""
@@ -327,7 +329,7 @@ def beginning(completion: Completion, num: int, text: str) -> Completion:
 
 
 def code_of(talk: Conversation) -> str:
-    return "context_length_exceeded" if talk.room < 1 else "invalid_request_error"
+    return "context_length_exceeded" if talk.tokens_left < 1 else "invalid_request_error"
 
 
 def digest_of(request: Request) -> Digest:

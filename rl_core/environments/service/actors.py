@@ -17,7 +17,8 @@ from rl_core.data.messages import canonical_messages
 from rl_core.environments.agents.rollout import Endpoints
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.wire import ServiceError, from_json, to_json, wrong
-from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
+from rl_core.sampling.actor import Actor, EpisodeActors
+from rl_core.sampling.conversation import Conversation
 from rl_core.sampling.hooks import Hook
 from rl_core.types import (
     Completion,
@@ -46,7 +47,7 @@ class RemoteConversation(Conversation):
     id: int
     num_told: int  # Messages of the history that the client knows.
 
-    async def _speak(self) -> None:
+    async def take_turn(self, seed: int) -> None:
         asks = self.speaker.asks
         limits = {}
         if self.turn_params is not self.params:
@@ -61,18 +62,11 @@ class RemoteConversation(Conversation):
         self.num_replies = self.num_replies + len(messages)
         self.metrics |= spoken.metrics
         self.turns += [turn] if turn else []
-        if messages:
-            self.marks.append((len(self.history), None))
 
-    def at(self, num_replies: int) -> Conversation:
-        branch = super().at(num_replies)
-        branch.id = self.speaker.asks.open(fork_of=self.id, replies=num_replies)
-        branch.num_told = len(branch.history)
-        return branch
-
-    def fork(self) -> Conversation:
-        fork = super().fork()
-        fork.id = self.speaker.asks.open(fork_of=self.id)
+    def fork(self, snapshot: Conversation | None = None) -> Conversation:
+        fork = super().fork(snapshot)
+        num_replies = snapshot.num_replies if snapshot else 0  # 0: all.
+        fork.id = self.speaker.asks.open(fork_of=self.id, replies=num_replies)
         return fork
 
 

@@ -28,7 +28,8 @@ import aiohttp
 from rl_core.data.messages import shorten, with_text_arguments
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
-from rl_core.sampling.actor import Actor, Conversation, EpisodeActors
+from rl_core.sampling.actor import Actor, EpisodeActors
+from rl_core.sampling.conversation import Conversation
 from rl_core.sampling.reward_parts import finite
 from rl_core.types import JSON, JSONObject, Message, Row, Task, Trajectory
 

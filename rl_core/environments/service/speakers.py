@@ -9,7 +9,8 @@ from dataclasses import asdict
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.actors import plain_turn, read_images, read_turn
 from rl_core.environments.service.wire import from_json, to_json
-from rl_core.sampling.actor import Actor, Conversation
+from rl_core.sampling.actor import Actor
+from rl_core.sampling.conversation import Conversation
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import JSONObject, Trajectory, Turn
 
@@ -29,6 +30,8 @@ class Speakers:
         self.actors = actors
         # By number: conversations, or the exceptions that opening them raised.
         self.conversations: dict[int, Conversation | Exception] = {}
+        # By number of the conversation and of its replies: the conversation as of that reply.
+        self.snapshots: dict[int, dict[int, Conversation]] = {}
         self.turns: dict[int, Turn] = {}  # By number of the ask.
 
     def described(self) -> str:
@@ -44,14 +47,16 @@ class Speakers:
         """Opens a new, branched or forked conversation. Its error is raised in the hook, at the
         first turn."""
         try:
+            snapshots = self.snapshots.get(opening.fork_of, {})
             if parent := self.conversations.get(opening.fork_of):
                 replies = opening.replies
-                conversation = parent.at(replies) if replies else parent.fork()
+                conversation = parent.fork(snapshots[replies] if replies else None)
             else:
                 conversation = self.converse(opening)
         except Exception as error:
             conversation = error
         self.conversations[opening.conversation] = conversation
+        self.snapshots[opening.conversation] = dict(snapshots)
 
     def converse(self, opening: pb.Opening) -> Conversation:
         sampling = read_sampling(opening.sampling)
@@ -62,7 +67,11 @@ class Speakers:
     async def speak(self, ask: pb.Ask) -> pb.Spoken:
         """The actor's next turn, or its error. Raises EngineDied, which hooks do not see: the run
         repeats the group."""
-        spoken, turn = await self.respond(self.conversations[ask.conversation], ask)
+        conversation = self.conversations[ask.conversation]
+        spoken, turn = await self.respond(conversation, ask)
+        if isinstance(conversation, Conversation) and not spoken.error:
+            snapshots = self.snapshots[ask.conversation]
+            snapshots[conversation.num_replies] = conversation.snapshot()
         spoken.ask = ask.id
         if turn:
             self.turns[ask.id] = turn

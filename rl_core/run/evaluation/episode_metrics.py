@@ -15,8 +15,9 @@ from rl_core.data.episodes import (
 from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.plugin import Plugin
 from rl_core.run.display.metric_table import describe
+from rl_core.sampling.groups import Group
 from rl_core.sampling.reward_parts import NOT_APPLIED, is_recorded
-from rl_core.sampling.rollout import Group, sorted_trajectories
+from rl_core.sampling.rollout import sorted_trajectories
 from rl_core.types import Trajectory
 
 

@@ -26,7 +26,7 @@ from rl_core.data.images import with_stored_images
 from rl_core.data.rows import write_whole
 from rl_core.run.evaluation.played_by import PlayedBy
 from rl_core.run.saving.run_files import jsonable, keep_first
-from rl_core.sampling.rollout import Group
+from rl_core.sampling.groups import Group
 from rl_core.types import JSONObject, Trajectory
 
 # The flags that change an evaluation's episodes or scores. Weights, templates, endpoints, files of

@@ -15,7 +15,8 @@ from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.evaluation.episode_metrics import held_out_metrics, num_failed, part_metrics
-from rl_core.sampling.rollout import make_group, sorted_trajectories
+from rl_core.sampling.groups import make_group
+from rl_core.sampling.rollout import sorted_trajectories
 from rl_core.types import JSONObject, Task, Trajectory
 
 # Pattern of the metrics that are printed. metrics.jsonl has all.
