@@ -176,7 +176,7 @@ CURVES = {
         env="calculator",
         rows=products,
         more=CALCULATOR,
-        flags=f"{GROUPS} --max_prompt_tokens 112 --max_tokens 20 --sampling.stop = "
+        flags=f'{GROUPS} --max_prompt_tokens 112 --max_tokens 20 --sampling.stop ["="] '
         "--num_steps 15 --eval_every 15 --optim.lr 2e-5",
     ),
     "dpo": Curve(rows=pairs, flags=PAIRS + "dpo"),

@@ -122,10 +122,11 @@ def from_text(text: str, kind: object) -> object:
         pairs = text.replace("=", ": ") if origin is dict else text
         text = left + pairs + right
     try:
-        if get_args(kind)[1:] != (str,):
+        if get_args(kind)[-1] is not str:
             return yaml.safe_load(text)
-        # In a table of texts `no` and `7` are texts.
-        return {key: item or None for key, item in yaml.load(text, yaml.BaseLoader).items()}
+        # Among texts `no`, `7` and `=` are texts.
+        texts = yaml.load(text, yaml.BaseLoader)
+        return {key: item or None for key, item in texts.items()} if origin is dict else texts
     except yaml.YAMLError:
         return text
 

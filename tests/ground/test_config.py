@@ -140,13 +140,15 @@ def test_texts_of_tables_and_lists_are_what_was_written():
         "--chat_template_kwargs.enable_thinking",
         "false",
         "--sampling.stop",
-        "a=b",
+        "a=b,=,7,no",
         "--data.columns",
         "answer=no",
     ]
     config = parse_config(["--model", "m", "--out", "o", "--env_path", "e.py", *made])
     assert config.chat_template_kwargs == {"enable_thinking": False}
-    assert config.sampling.stop == ["a=b"] and config.data.columns == {"answer": "no"}
+    assert config.sampling.stop == ["a=b", "=", "7", "no"] and config.data.columns == {
+        "answer": "no"
+    }
 
 
 def test_an_environment_with_a_dot_in_its_name_is_configured_by_yaml(tmp_path):
