@@ -13,6 +13,7 @@ FROM ${BASE} AS wheel
 WORKDIR /src
 COPY setup.py README.md ./
 COPY rl_core rl_core
+COPY envs envs
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE}
