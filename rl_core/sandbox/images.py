@@ -3,6 +3,7 @@ shared by all runs of a user. docs/terminal.md
 
     CACHE/HASH/root          files of the image
     CACHE/HASH/image.json    its variables, working folder and entrypoint
+    CACHE/files/...          one link to each file, by which images share equal ones
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -114,6 +117,7 @@ def unpack_image(engine: str, name: str, timeout_s: float) -> Image:
                 raise RuntimeError(f"{engine} has no image {name}")
             root = made / "root"
             unpack(engine, name, root)
+            share_files(root)
             image = image_of(settings, root)
             image.layers = [str(folder / "root")]
             (made / IMAGE_FILE).write_text(json.dumps(asdict(image)))
@@ -148,6 +152,31 @@ def unpack(engine: str, name: str, root: Path) -> None:
         if code:
             wrote = stderr.read().decode(errors="replace").strip()[-MAX_OUTPUT:]
             raise RuntimeError(f"{name} cannot be unpacked by {engine}: {wrote}")
+
+
+def share_files(root: Path) -> None:
+    """Makes equal files of all images one file on disk. No box writes to these."""
+    store = cache_folder() / "files"
+    store.mkdir(exist_ok=True)
+    for folder, _, names in os.walk(root):
+        for path in (Path(folder, name) for name in names):
+            status = path.lstat()
+            # An unreadable file, or one with too many links, stays alone.
+            with suppress(OSError):
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                    with path.open("rb") as file:
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    shared = store / f"{digest}.{status.st_mode:o}.{status.st_mtime_ns}"
+                    share_file(path, shared)
+
+
+def share_file(path: Path, shared: Path) -> None:
+    try:
+        shared.hardlink_to(path)
+    except FileExistsError:
+        other = shared.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        other.hardlink_to(shared)
+        other.replace(path)
 
 
 def image_settings(engine: str, name: str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import os
 import re
 import shutil
 import sys
@@ -43,7 +44,7 @@ from rl_core.environments.agents.verifier_tools import VerifierTools, failed_dow
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.watchdog import run_hooks
 from rl_core.sandbox import boxes
-from rl_core.sandbox.images import digest_of, image_folder, lock_within, making
+from rl_core.sandbox.images import digest_of, image_folder, lock_within, making, share_files
 from rl_core.sandbox.remote_driver import RemoteError
 from rl_core.tools import show
 from rl_core.tools.check import play
@@ -259,6 +260,24 @@ def test_a_folder_of_the_cache_is_made_whole_or_not_at_all(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["etc"]
     with making(folder, 5.0) as made:
         assert made is None
+
+
+def test_images_share_equal_files(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_CORE_ROOTS", str(tmp_path))
+    inodes = []
+    for number, (text, mode, mtime) in enumerate(
+        [("a", 0o644, 5), ("a", 0o644, 5), ("b", 0o644, 5), ("a", 0o755, 5), ("a", 0o644, 6)]
+    ):
+        file = tmp_path / str(number) / "usr/file"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+        file.chmod(mode)
+        os.utime(file, (mtime, mtime))
+        (file.parent / "link").symlink_to("/etc/passwd")
+        share_files(tmp_path / str(number))
+        inodes.append(file.stat().st_ino)
+        assert (file.read_text(), file.stat().st_mode & 0o777) == (text, mode)
+    assert inodes[0] == inodes[1] and len(set(inodes)) == 4
 
 
 def test_keys_that_are_nearly_known_are_named(make, capsys):
