@@ -52,7 +52,6 @@ class ActorConfig(Section, prefix="actors.NAME."):
     max_tokens: AtLeast1 | None = flag(
         None, "max new tokens of one of its turns; default: --max_tokens"
     )
-    lr: NotNegative | None = flag(None, "its peak learning rate; default: --optim.lr")
     router_aux_loss_coef: NotNegative = flag(
         0.0, "mixture of experts: load balancing loss, 0.001 is usual"
     )
@@ -94,8 +93,6 @@ class ActorConfig(Section, prefix="actors.NAME."):
         values: dict[str, object] = {}
         for name in OWN:
             value = getattr(self, name)
-            if name == "optim" and self.lr is not None:
-                value = {"lr": self.lr} | value
             if value not in (None, {}):
                 values[name] = value
         return values
@@ -124,7 +121,7 @@ OF_ACTOR = [
     ),
     (
         lambda c, name, a: (a.lora.rank or a.overrides.keys() & OF_LEARNER) and not a.is_trained,
-        ": lora.rank, lr, algorithm, algo, critic, learner and optim belong to an actor that "
+        ": lora.rank, algorithm, algo, critic, learner and optim belong to an actor that "
         "learns; leave them out",
     ),
     (

@@ -78,7 +78,7 @@ RUNS = {
     "dpo": f"{FIT} --algorithm dpo --data.train {{dir}}/pairs.jsonl",
     "rm": f"{FIT} --algorithm rm --data.train {{dir}}/pairs.jsonl",
     "turns": f"{RL.replace('letters', 'ask')}{STOP} --algo.turn_discount 0.9",
-    "actors": f"{TWO} --actors.alice.lr 3e-3",
+    "actors": f"{TWO} --actors.alice.optim.lr 3e-3",
     "shared": SHARED,
     "environments": f"{SEVERAL} --algo.normalize env --eval_every 2 --eval.samples 2",
     # One group at a time and weights that stay, so that it does not matter how long anything takes.

@@ -90,7 +90,7 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
         ),
         (
             "--actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1",
-            "--actors.judge: lora.rank, lr, algorithm, algo",
+            "--actors.judge: lora.rank, algorithm, algo",
         ),
         (
             "--actors.policy.lora.rank 2 --actors.b.lora_base policy --actors.b.learner.offload phase",

@@ -377,7 +377,7 @@ def test_a_frozen_actor_speaks_and_stays_as_it_is(make_flags, places, tmp_path):
     out = run(
         tmp_path / "run",
         make_flags(TWO),
-        "--num_steps 2 --actors.alice.train false --actors.bob.lr 2e-2",
+        "--num_steps 2 --actors.alice.train false --actors.bob.optim.lr 2e-2",
     )
     assert not (out / "hf/alice").exists() and not any("alice" in key for key in steps(out)[-1])
     assert (

@@ -148,7 +148,7 @@ def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said
     talk, tmp_path
 ):
     judge = "--actors.judge.lora_base bob --actors.judge.train false"
-    shared = make_run(tmp_path / "run", talk, judge, "--actors.bob.lr 0 --algo.kl_coef 0.01")
+    shared = make_run(tmp_path / "run", talk, judge, "--actors.bob.optim.lr 0 --algo.kl_coef 0.01")
     assert "judge" not in shared.learners and len(shared.device.engines) == 1
     for name, learner in shared.learners.items():
         for i, parameter in enumerate(p for _, p in learner.trained_parameters()):

@@ -449,7 +449,7 @@ FLAGS = [
     (PAIR, "--actors.bob.train false --actors.alice.train false", "none of the actors learns"),
     (PAIR, "--actors.bob.api http://x/v1 --actors.bob.train true", "an endpoint cannot learn"),
     (PAIR, "--actors.carol.train false", "--actors.carol.model is missing"),
-    (PAIR, "--actors.alice.train false --actors.alice.lr 1", "to an actor that learns"),
+    (PAIR, "--actors.alice.train false --actors.alice.optim.lr 1", "to an actor that learns"),
     (
         PAIR,
         "--actors.bob.max_tokens 999",
@@ -643,10 +643,17 @@ def test_flags_override_a_file_wherever_it_stands(tmp_path):
         "top_p=0.5,top_k=3",
     ]
     config = parse_config(
-        ["--optim.lr", "2", *more, "--config", str(tmp_path / "c.yaml"), "--actors.bob.lr=1e-4"]
+        [
+            "--optim.lr",
+            "2",
+            *more,
+            "--config",
+            str(tmp_path / "c.yaml"),
+            "--actors.bob.optim.lr=1e-4",
+        ]
     )
     assert (config.optim.lr, config.optim.betas, config.resume) == (2.0, (0.8, 0.9), True)
-    assert config.actors["bob"].lr == 1e-4 and config.actors["bob"].model == "m"
+    assert config.actors["bob"].optim == {"lr": 1e-4} and config.actors["bob"].model == "m"
     assert (config.data.train, config.data.eval) == ("a.jsonl,b.csv", "aime=c.jsonl,gsm8k=d.jsonl")
     assert (config.data.columns, config.num_steps) == ({"answer": "solution"}, 100)
     variables = ["--chat_template_kwargs", '{"enable_thinking": false, "budget": 3}']
@@ -690,7 +697,7 @@ def test_a_long_reason_keeps_its_first_line_and_its_exception():
     "word, flags",
     [
         ("lora", ["actors.NAME.lora.rank", "actors.NAME.lora.quantize", "actors.NAME.lora_base"]),
-        ("lr", ["optim.lr", "critic.lr", "actors.NAME.lr"]),
+        ("lr", ["optim.lr", "critic.lr"]),
         ("learning_rate", ["optim.lr"]),
         ("use_peft", ["actors.NAME.lora.rank"]),
         ("chat-template-kwargs", ["chat_template_kwargs"]),

@@ -20,7 +20,7 @@ RL = (
 ASK = "--model {model} --env_path {dir}/ask.py " + RL
 TALK = (
     "--actors.bob.model {model} --actors.alice.lora_base bob --actors.bob.lora.rank 4 "
-    "--actors.alice.lr 3e-3"
+    "--actors.alice.optim.lr 3e-3"
 )
 TALK += " --env_path {dir}/talk.py --max_tokens 20 --algo.kl_coef 0.1 " + RL
 
@@ -74,7 +74,7 @@ def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(
 ):
     flags = (
         ASK.format(**places)
-        + f" --actors.policy.lr 3e-3 --algorithm {algorithm} --learner.epochs 2"
+        + f" --actors.policy.optim.lr 3e-3 --algorithm {algorithm} --learner.epochs 2"
     )
     out = run(tmp_path / "run", flags, "--num_steps 2 --save_every 1")
     same = replayed(capsys, out, "--step 2 --algo.clip_low 0.2")  # The run's value.
