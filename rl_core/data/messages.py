@@ -21,7 +21,6 @@ from contextlib import suppress
 
 from rl_core.data.images import image_part, is_image_part, is_picture
 from rl_core.data.thoughts import MARKS, leading_thoughts
-from rl_core.data.tool_schemas import with_schema, without_null_keys
 from rl_core.types import JSON, JSONObject, Message
 
 # Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.
@@ -409,6 +408,8 @@ def canonical_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObj
         tools = json_value(tools) if tools.strip() else None
     if tools is None or (isinstance(tools, (list, tuple)) and not tools):
         return None
+    from rl_core.data.tool_schemas import with_schema, without_null_keys
+
     if not isinstance(tools, (list, tuple)):
         raise ValueError(
             f"must be a list of JSON schemas, or such a list as JSON text; is {shorten(source)}"

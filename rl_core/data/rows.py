@@ -34,6 +34,12 @@ TOKENIZERS = "tokenizers.json"
 END = "end.json"  # The last step of a run that no signal or error ended.
 
 
+def quiet_datasets() -> None:
+    """Turns off the progress bars of `datasets`, before it is imported."""
+    if not os.environ.get("RL_CORE_DEBUG"):
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+
+
 def load_rows(
     source: str, split: str, load_other: Callable[..., list[tuple[str, Sequence[Row]]]]
 ) -> tuple[Sequence[Row], list[tuple[str, int]]]:

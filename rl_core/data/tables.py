@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from rl_core.data.rows import (
     TOKENIZERS,
     encoding_of,
     parse_rows,
+    quiet_datasets,
     read_json,
     suffix_of,
 )
@@ -65,12 +65,6 @@ def load_other(
             rows = JsonLines(file) if file.suffix == ".jsonl" else list(read_json(file))
             parts.append((str(file), rows))
     return parts
-
-
-def quiet_datasets() -> None:
-    """Turns off the progress bars of `datasets`, before it is imported."""
-    if not os.environ.get("RL_CORE_DEBUG"):
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 class JsonLines(Sequence):

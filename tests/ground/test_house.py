@@ -206,7 +206,8 @@ HEAVY += "rich scipy sklearn torchvision torch._inductor.compile_fx wandb"
 # Rooms and modules of options that a plain reward does not use.
 IDLE = "sandbox environments.service environments.agents tools.viewer learning.teachers "
 IDLE += "learning.lora learning.moe data.image_families data.tool_calls models.vision "
-IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resume"
+IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resume data.tables "
+IDLE += "data.sft_samples data.preference_pairs data.tool_schemas data.column_names"
 
 
 def test_a_default_run_loads_only_what_it_uses(places, tmp_path):

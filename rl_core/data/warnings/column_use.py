@@ -12,12 +12,9 @@ from typing import cast
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
 from rl_core.data.images import IMAGE_COLUMNS, SIDE_IMAGES, has_image, holds_image, with_images
 from rl_core.data.messages import MESSAGE_KEYS, is_filled, text_of
-from rl_core.data.preference_pairs import PAIR, pair_messages
 from rl_core.data.row_forms import read_form
-from rl_core.data.sft_samples import sft_messages
 from rl_core.data.task_rows import (
     CONTEXT_COLUMNS,
     CONVERSATIONS,
@@ -120,7 +117,11 @@ def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:
     if config.is_rl:
         return prompt_messages(row, notes)
     if config.algorithm == "sft":
+        from rl_core.data.sft_samples import sft_messages
+
         return sft_messages(row, notes)
+    from rl_core.data.preference_pairs import pair_messages
+
     (context, chosen), (_, rejected) = pair_messages(row, notes)
     return [*context, *chosen, *rejected]
 
@@ -176,7 +177,13 @@ def name_columns(
 ) -> None:
     """Sets the columns of prompts, of labels and unread ones. `columns`: --data.columns."""
     read, filled, row = seen.read, seen.filled, source.rows[source.kept[0]]
-    renamed = {name for name, path in columns.items() if nested_value(row, path) is not MISSING}
+    hidden, renamed = [], set()
+    if columns:
+        from rl_core.data.column_names import MISSING, RenamedColumns, nested_value
+
+        renamed = {name for name, path in columns.items() if nested_value(row, path) is not MISSING}
+        if isinstance(source.rows, RenamedColumns):
+            hidden = [name for name in source.rows.hidden if name in source.rows.rows[0]]
     shown = {name: f"{name}={columns[name]}" for name in renamed & filled.keys()}
     if env is None:
         labels = [name for name in read if name not in OF_PROMPTS]
@@ -190,9 +197,6 @@ def name_columns(
         labels = [
             name for name in filled if name in seen.of_hooks or (takes_all and name not in read)
         ]
-    hidden = []
-    if isinstance(source.rows, RenamedColumns):
-        hidden = [name for name in source.rows.hidden if name in source.rows.rows[0]]
     used = {*prompts, *labels} | roots(row | dict.fromkeys(hidden), columns)
     use.prompt = [shown.get(name, name) for name in prompts]
     use.label = [shown.get(name, name) for name in labels]
@@ -280,7 +284,7 @@ def fix_of(name: str, use: ColumnUse) -> str:
     system = [column for column in SYSTEM_COLUMNS if column in prompt]
     advice = advice_of(name)
     if advice == READ_PROMPT and not prompts:
-        return f"it is read where {' and '.join(PAIR)} are replies alone"
+        return "it is read where chosen and rejected are replies alone"
     if advice == READ_SYSTEM and name in use.nested:
         advice = WRITE
     if advice == WRITE and not prompts:

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat, unmarked
-from rl_core.data.column_names import MISSING, nested_names, nested_value
 from rl_core.data.images import MARK, has_image, holds_image, holds_pixels
 from rl_core.data.messages import TRAIN_KEYS, is_filled, text_of
 from rl_core.data.rendering import PROBE
@@ -168,6 +167,8 @@ def tool_remarks(row: ReadRow, messages: list[Message]) -> Iterator[str]:
 
 def tools_path(row: Row) -> str | None:
     """The path to a nested value with the name of tools."""
+    from rl_core.data.column_names import MISSING, nested_names, nested_value
+
     paths = [path for path in nested_names(dict(row)) if path != "tools" and TOOLS.search(path)]
     paths += [f"{column}.0.tools" for column in CONVERSATIONS]
     values = {path: nested_value(dict(row), path) for path in paths}

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from rl_core.config import ActorConfig, flat
-from rl_core.data.tables import quiet_datasets
+from rl_core.data.rows import quiet_datasets
 from rl_core.data.tasks.row_lengths import left_out
 from rl_core.distributed import MPS
 from rl_core.errors import printable
