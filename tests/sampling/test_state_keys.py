@@ -120,7 +120,7 @@ def test_flags_of_states_need_an_environment_that_tells_them(env_of, flag):
 
 def test_a_recorded_step_is_learned_again_by_its_keys(places, tmp_path):
     flags = "--model {model} --env_path {dir}/keyed.py --max_tokens 10 --max_prompt_tokens 24 "
-    flags += "--tasks_per_step 4 --group_size 4 --num_steps 2 --optim.lr 1e-2"
+    flags += "--tasks_per_step 4 --group_size 4 --num_steps 2 --optim.lr 1e-2 --save_every 1"
     out = run_command(tmp_path / "run", words(flags.format(**places)))
     rows = trajectories(out / "rollouts/step_000002.jsonl.zst")
     keys = {turn["state_key"] for row in rows for turn in row["turns"]}
