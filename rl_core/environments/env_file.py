@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +23,7 @@ from rl_core.environments.env_hooks import execute_file, make_env, marked_reward
 from rl_core.errors import near_name
 from rl_core.sampling.env import ARGUMENTS, Env
 from rl_core.sampling.episode import check_name, is_list
-from rl_core.sampling.hooks import Hook, describe_error, refuse_none
-from rl_core.sampling.reward_parts import finite
-from rl_core.types import JSON, Row, RunError
+from rl_core.types import JSON, Row
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig, Config
@@ -100,9 +96,7 @@ def load_env(
     if agents is not None and "networks" in vars(module):
         module.networks.update(build=agents.build_network, verify=agents.verify_network)
     check_names(module, path)
-    of_agent = {"box": vars(module).get("box"), "config": agents}
-    compile_one = partial(compile_setting, of_agent=of_agent)
-    env = make_env(module, path, compile_one, **limits)
+    env = make_env(module, path, agents, **limits)
     for name, hook in env.hooks.items():
         if hook.is_async and name == "task_weight":
             raise ValueError(
@@ -114,28 +108,6 @@ def load_env(
                 f"{path}: {name}() names 'actors', who must be awaited; write async def {name}(...)"
             )
     return env
-
-
-def compile_setting(
-    name: str, value: Any, path: str, hooks: dict[str, Hook], of_agent: dict[str, Any]
-) -> Any:
-    """Compiles one of COMPILED for an Env; for an agent, returns the file's hooks. `of_agent`:
-    arguments of agent_hooks(). Raises ValueError."""
-    if name == "load_tasks":
-        return partial(rows_of, value, path=path)
-    if name == "advantage_fn":
-        return partial(advantages_of, value, path=path)
-    if name == "agent":
-        from rl_core.environments.agents.rollout import agent_hooks
-
-        return agent_hooks(path, hooks.pop(name, value), hooks, **of_agent)
-    if name == "turns":
-        from rl_core.environments.turn_order import make_turns
-
-        return make_turns(value, path, hooks)
-    from rl_core.environments.system_prompts import load_prompts, tool_schemas
-
-    return tool_schemas(value, path) if name == "tools" else load_prompts(value, path)
 
 
 def check_names(module: ModuleType, path: str) -> None:
@@ -204,55 +176,6 @@ def check_names(module: ModuleType, path: str) -> None:
             raise ValueError(
                 f"{path}: rollout() replaces {name!r}, which nobody would call; drop one of them"
             )
-
-
-def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[Row]:
-    """Rows of the user's load_tasks(split): a table of `datasets`, or a list of rows."""
-    try:
-        takes_split = inspect.signature(load_tasks).parameters
-    except (TypeError, ValueError):  # A builtin has no signature.
-        takes_split = True
-    if not takes_split:
-        raise ValueError(
-            f'{path}: load_tasks() must take the split, "train" or "eval": write '
-            "def load_tasks(split)"
-        )
-    try:
-        rows = load_tasks(split)
-        if inspect.iscoroutine(rows):
-            rows = asyncio.run(rows)
-        refuse_none(rows, "load_tasks()", path)
-        if hasattr(rows, "column_names"):
-            from rl_core.data.tables import without_null_keys
-
-            rows = without_null_keys(rows)
-        else:
-            rows = list(rows)
-    except Exception as error:
-        raise ValueError(
-            f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}"
-        ) from error
-    if isinstance(rows, list) and not is_list(rows, dict):
-        raise ValueError(
-            f"{path}: load_tasks({split!r}) must give dictionaries, not {shorten(rows)}"
-        )
-    return rows
-
-
-def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
-    """Advantages of a group by the user's advantage_fn(rewards). Raises RunError unless the hook
-    returns a finite number for each reward."""
-    try:
-        returned = advantage_fn(list(rewards))
-        refuse_none(returned, "advantage_fn()", path)
-        values = [finite(value, "an advantage") for value in returned]
-        if len(values) != len(rewards):
-            raise ValueError(f"it gave {len(values)} values; it must give one for each reward")
-        return values
-    except Exception as error:
-        raise RunError(
-            f"{path}: advantage_fn({rewards}) failed: {describe_error(error, path)}"
-        ) from error
 
 
 def speakers(env: Env, names: Sequence[str] = ()) -> list[str] | None:

@@ -6,56 +6,69 @@ TurnLoop, in which actors take turns, and hooks answer and score. Nobody above a
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import JSON_FILES, TABLES, check_exists, suffix_of
+from rl_core.data.task_rows import shorten
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
-from rl_core.sampling.episode import TurnLoop, checked
-from rl_core.sampling.hooks import Hook, describe_error
+from rl_core.sampling.episode import TurnLoop, checked, is_list
+from rl_core.sampling.hooks import Hook, describe_error, refuse_none
+from rl_core.sampling.reward_parts import finite
 from rl_core.sampling.watchdog import MODULE_PREFIX
 from rl_core.sandbox import run_flags
-from rl_core.types import Task, Trajectory
+from rl_core.types import Row, RunError, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rl_core.config import AgentsConfig
 
 AGENT_TURNS = 64  # Default max_turns of agents, if as many turns fit into the context.
 # Rewards without the decorator: weight, and True if batched.
 REWARDS = {"reward_fn": (1.0, False), "group_reward_fn": (1.0, True)}
-# Settings of a file that environments/env_file.py compiles.
-COMPILED = ("turns", "tools", "system_prompts", "load_tasks", "advantage_fn")
 
 
 def make_env(
     module: ModuleType,
     path: str,
-    compile_setting: Callable[[str, Any, str, dict[str, Hook]], Any],
+    agents: AgentsConfig | None = None,
     *,
     hook_timeout_s: float = 60.0,
     max_turns: int | None = None,
     fitting_turns: Callable[[], int] = lambda: AGENT_TURNS,
 ) -> Env:
-    """The environment of a file's module. compile_setting(name, value, path, hooks) compiles one of
-    COMPILED. `max_turns` overrides the file's; fitting_turns() bounds the default of agents. Raises
-    ValueError."""
-    has = vars(module)
+    """The environment of a file's module. `max_turns` overrides the file's; fitting_turns() bounds
+    the default of agents. Raises ValueError."""
+    has = {name: value for name, value in vars(module).items() if value is not None}
     rewards = marked_rewards(module)
     hooks = make_hooks(has, rewards, path, hook_timeout_s)
+    turns = tools = None
+    prompts = {}
     if "agent" in has:
-        hooks = compile_setting("agent", has["agent"], path, hooks)
-    compiled = dict.fromkeys(COMPILED)
-    for name in COMPILED:
-        if has.get(name) is not None:
-            compiled[name] = compile_setting(name, has[name], path, hooks)
-    turns = compiled["turns"]
+        from rl_core.environments.agents.rollout import agent_hooks
+
+        agent = hooks.pop("agent", has["agent"])
+        hooks = agent_hooks(path, agent, hooks, has.get("box"), agents)
+    if "turns" in has:
+        from rl_core.environments.turn_order import make_turns
+
+        turns = make_turns(has["turns"], path, hooks)
+    if has.keys() & {"tools", "system_prompts"}:
+        from rl_core.environments.system_prompts import load_prompts, tool_schemas
+
+        tools = tool_schemas(has.get("tools", ()), path) or None
+        prompts = load_prompts(has.get("system_prompts", {}), path)
     if max_turns:
         longest, turns_from = max_turns, "--max_turns"
     elif has.get("max_turns"):
@@ -72,19 +85,20 @@ def make_env(
         hooks=hooks,
         rewards=[hooks[name] for name in rewards if name in hooks],
         turns=turns,
-        tools=compiled["tools"] or None,
-        system_prompts=compiled["system_prompts"] or {},
+        tools=tools,
+        system_prompts=prompts,
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),
     )
+    advantage_fn = has.get("advantage_fn")
     return Env(
         name=Path(path.partition("?")[0]).stem,
         path=path,
         rollout=partial(play, hooks["rollout"]) if "rollout" in hooks else turn_loop.rollout,
         hooks=hooks,
         turn_loop=turn_loop,
-        load_tasks=compiled["load_tasks"],
-        advantage_fn=compiled["advantage_fn"],
+        load_tasks=has.get("load_tasks") and partial(rows_of, has["load_tasks"], path=path),
+        advantage_fn=advantage_fn and partial(advantages_of, advantage_fn, path=path),
         row_to_prompt=has.get("row_to_prompt"),
         max_turns=longest,
         turns_from=turns_from,
@@ -237,3 +251,52 @@ def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]
             weight, batched = mark
             rewards[name] = (value, weight, batched or name == "group_reward_fn")
     return rewards
+
+
+def rows_of(load_tasks: Callable, split: str, path: str) -> Sequence[Row]:
+    """Rows of the user's load_tasks(split): a table of `datasets`, or a list of rows."""
+    try:
+        takes_split = inspect.signature(load_tasks).parameters
+    except (TypeError, ValueError):  # A builtin has no signature.
+        takes_split = True
+    if not takes_split:
+        raise ValueError(
+            f'{path}: load_tasks() must take the split, "train" or "eval": write '
+            "def load_tasks(split)"
+        )
+    try:
+        rows = load_tasks(split)
+        if inspect.iscoroutine(rows):
+            rows = asyncio.run(rows)
+        refuse_none(rows, "load_tasks()", path)
+        if hasattr(rows, "column_names"):
+            from rl_core.data.tables import without_null_keys
+
+            rows = without_null_keys(rows)
+        else:
+            rows = list(rows)
+    except Exception as error:
+        raise ValueError(
+            f"{path}: load_tasks({split!r}) failed: {describe_error(error, path)}"
+        ) from error
+    if isinstance(rows, list) and not is_list(rows, dict):
+        raise ValueError(
+            f"{path}: load_tasks({split!r}) must give dictionaries, not {shorten(rows)}"
+        )
+    return rows
+
+
+def advantages_of(advantage_fn: Callable, rewards: list[float], path: str) -> list[float]:
+    """Advantages of a group by the user's advantage_fn(rewards). Raises RunError unless the hook
+    returns a finite number for each reward."""
+    try:
+        returned = advantage_fn(list(rewards))
+        refuse_none(returned, "advantage_fn()", path)
+        values = [finite(value, "an advantage") for value in returned]
+        if len(values) != len(rewards):
+            raise ValueError(f"it gave {len(values)} values; it must give one for each reward")
+        return values
+    except Exception as error:
+        raise RunError(
+            f"{path}: advantage_fn({rewards}) failed: {describe_error(error, path)}"
+        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar
@@ -55,7 +55,7 @@ class TurnLoop:
     rewards: list[Hook]
     turns: TurnOrder | None  # None if there is one actor.
     tools: list[JSONObject] | None
-    system_prompts: dict[str, PromptTemplate]  # Key: actor.
+    system_prompts: Mapping[str, PromptTemplate]  # Key: actor.
     name_prefix: bool
     truncated_reward: float | None
 
