@@ -34,7 +34,7 @@ class RuleEngine:
         self.asked: list[tuple[str, int, SamplingParams]] = []
         self.sessions: set[str] = set()
 
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", unfinished=None):
         check_request(prompt_ids, params, 1 << 30)
         self.sessions.add(session)
         prompt = self.chat.tokenizer.decode(prompt_ids)

@@ -245,13 +245,13 @@ class EmbeddedEngine(Engine):
         seed: int,
         session: str = "",
         adapter: str = "",
-        begun: Completion | None = None,
+        unfinished: Completion | None = None,
         images: Sequence[InputImage] = (),
     ) -> Completion:
         """One completion; see Engine."""
         check_request(prompt_ids, params, self.max_context_tokens)
         assert not adapter or adapter in self.adapter_versions, adapter
-        completion = begun or Completion()
+        completion = unfinished or Completion()
         random_bits = random.Random(seed).getrandbits
         for _ in completion.token_ids:
             random_bits(RANDOM_BITS)
@@ -325,7 +325,7 @@ class EmbeddedEngine(Engine):
         for request in requests:
             self._queue(request)
 
-    async def catch_up(self) -> None:
+    async def update_unfinished(self) -> None:
         """See Engine."""
         if self._batch is not None:
             self._batch.record()

@@ -146,7 +146,7 @@ class EngineServer:
         self.channel = channel
         self.stopped = asyncio.Event()
         self.signal = 0  # The number of the signal that ended the run.
-        self.begun: dict[str, Completion] = {}  # Key of an open request -> its completion.
+        self.unfinished: dict[str, Completion] = {}  # Key of an open request -> its completion.
         self.num_open = 0
         # Seconds without an open request between asked_at, the last take_metrics(), and counted_at.
         self.idle_s = 0.0
@@ -201,31 +201,33 @@ class EngineServer:
         params: dict,
         ended: list[str],
         key: str,
-        begun: dict | None,
+        unfinished: dict | None,
         **request,
     ) -> dict:
         for session in ended:
             engine.end_session(session)
-        completion = Completion(**begun) if begun else None
+        completion = Completion(**unfinished) if unfinished else None
         if completion:
-            self.begun[key] = completion
+            self.unfinished[key] = completion
         self.count_idle()
         self.num_open += 1
         try:
             async with self.of_device(engine):
                 done = await engine.generate(
-                    params=SamplingParams(**params), begun=completion, **request
+                    params=SamplingParams(**params), unfinished=completion, **request
                 )
             return dataclasses.asdict(done)
         finally:
-            self.begun.pop(key, None)
+            self.unfinished.pop(key, None)
             self.count_idle()
             self.num_open -= 1
 
-    async def do_catch_up(self, engine: Engine, keys: list[str]) -> dict[str, dict]:
+    async def do_update_unfinished(self, engine: Engine, keys: list[str]) -> dict[str, dict]:
         """Key of each open request -> its completion up to now."""
-        await engine.catch_up()
-        return {key: dataclasses.asdict(self.begun[key]) for key in keys if key in self.begun}
+        await engine.update_unfinished()
+        return {
+            key: dataclasses.asdict(self.unfinished[key]) for key in keys if key in self.unfinished
+        }
 
     async def do_pause(self, engine: Engine | None) -> None:
         for one in self.all_engines:
@@ -338,7 +340,7 @@ class RemoteEngine(Engine):
     weight_transfer: str = ""  # From the ranks that sample to their servers.
     session_servers: dict[str, EngineClient] = field(default_factory=dict)
     # Key of an open request -> its completion.
-    begun: dict[str, Completion] = field(default_factory=dict)
+    unfinished: dict[str, Completion] = field(default_factory=dict)
 
     @property
     def sampling(self) -> list[EngineClient]:
@@ -352,7 +354,7 @@ class RemoteEngine(Engine):
         seed: int,
         session: str = "",
         adapter: str = "",
-        begun: Completion | None = None,
+        unfinished: Completion | None = None,
     ) -> Completion:
         server = self.session_servers.get(session)
         if server is None:
@@ -361,8 +363,8 @@ class RemoteEngine(Engine):
             self.session_servers[session] = server
         ended, server.ended = server.ended, []
         key = secrets.token_hex(8)
-        if begun is not None:
-            self.begun[key] = begun
+        if unfinished is not None:
+            self.unfinished[key] = unfinished
         server.num_open += 1
         try:
             answer = await server.ask(
@@ -372,26 +374,30 @@ class RemoteEngine(Engine):
                 seed=seed,
                 session=session,
                 adapter=adapter,
-                begun=begun and dataclasses.asdict(begun),
+                unfinished=unfinished and dataclasses.asdict(unfinished),
                 key=key,
                 ended=ended,
             )
         finally:
-            self.begun.pop(key, None)
+            self.unfinished.pop(key, None)
             server.num_open -= 1
         return Completion(**answer)
 
-    async def catch_up(self) -> None:
+    async def update_unfinished(self) -> None:
         """See Engine. Each server responds with the tokens that it has sampled."""
-        if not self.begun:
+        if not self.unfinished:
             return
         asked = []
         for server in self.sampling:
-            asked.append(server.ask("catch_up", timeout_s=self.timeout_s, keys=list(self.begun)))
+            asked.append(
+                server.ask(
+                    "update_unfinished", timeout_s=self.timeout_s, keys=list(self.unfinished)
+                )
+            )
         for answer in await asyncio.gather(*asked):
-            for key in answer.keys() & self.begun.keys():
+            for key in answer.keys() & self.unfinished.keys():
                 for name, value in answer[key].items():
-                    setattr(self.begun[key], name, value)
+                    setattr(self.unfinished[key], name, value)
 
     def end_session(self, session: str) -> None:
         if server := self.session_servers.pop(session, None):

@@ -179,14 +179,14 @@ class ServedEngine(Engine):
         seed: int,
         session: str = "",
         adapter: str = "",
-        begun: Completion | None = None,
+        unfinished: Completion | None = None,
         images: Sequence[InputImage] = (),
     ) -> Completion:
         spec = self.spec
         check_request(prompt_ids, params, spec.max_context_tokens)
         assert not adapter or adapter in self._slots, adapter
         max_tokens = min(params.max_tokens, spec.max_context_tokens - len(prompt_ids))
-        done = begun or Completion()
+        done = unfinished or Completion()
         while not done.finish_reason:
             await self._may_run.wait()
             await self._be_awake()
@@ -327,7 +327,7 @@ class ServedEngine(Engine):
     async def resume(self) -> None:
         self._may_run.set()
 
-    async def catch_up(self) -> None:
+    async def update_unfinished(self) -> None:
         """See Engine. Open requests are sent again with their tokens. Several learners may call
         this concurrently."""
         was_running = self._may_run.is_set()

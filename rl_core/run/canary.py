@@ -97,8 +97,8 @@ class Canary(Plugin):
         limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
         if engine.sees:
             prompts += image_prompts(chat, speaker.max_context_tokens - limit)
-        drawn = {name: getattr(learner.config.sampling, name) for name in SAMPLING_FLAGS}
-        params = SamplingParams(max_tokens=limit, keeps_ids=True, **drawn)
+        sampling = {name: getattr(learner.config.sampling, name) for name in SAMPLING_FLAGS}
+        params = SamplingParams(max_tokens=limit, keeps_ids=True, **sampling)
 
         async def speak() -> list[Completion]:
             if engine.lacks_weights:

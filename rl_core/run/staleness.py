@@ -69,7 +69,7 @@ class StaleGroups(Plugin):
         if not worker.pending:
             return []
         for engine in trainer.device.engines:
-            await engine.catch_up()
+            await engine.update_unfinished()
         names = [f"{FILE}{rank:05d}.jsonl.zst" for rank in range(trainer.ranks.size)]
         file = scratch / names[trainer.ranks.rank]
         rows = []

@@ -21,7 +21,7 @@ class WeightRecovery(Plugin):
         self.num_times = 0  # Number of recoveries.
 
     def load(self, state: JSONObject) -> None:
-        self.trainer.worker.meet_by(self)
+        self.trainer.worker.set_meeting(self)
 
     async def after_sync(self, actor: str, version: int) -> None:
         self.versions[actor] = version

@@ -114,7 +114,7 @@ class Actor:
         seed: int,
         session: str = "",
         images: Sequence[InputImage] = (),
-        begun: Completion | None = None,
+        unfinished: Completion | None = None,
     ) -> Completion:
         """One completion. The seed chooses between engine and stale_engine. Raises ValueError for
         images if the engine takes none."""
@@ -123,8 +123,8 @@ class Actor:
             engine = self.stale_engine
         assert engine is not None
         options: dict = {"images": images} if images else {}
-        if begun is not None:
-            options["begun"] = begun
+        if unfinished is not None:
+            options["unfinished"] = unfinished
         if images and not engine.sees:
             raise ValueError(f"{type(engine).__name__} of actor {self.name} takes no images")
         async with self.device(engine):

@@ -73,7 +73,7 @@ class EpisodeActor(Protocol):
         seed: int,
         session: str = "",
         images: Sequence[InputImage] = (),
-        begun: Completion | None = None,
+        unfinished: Completion | None = None,
     ) -> Completion: ...
 
 
@@ -311,14 +311,14 @@ class TokenConversation(Conversation):
         self.add_reply(reply, completion)
 
     async def generate(
-        self, params: SamplingParams, seed: int, begun: Completion | None = None
+        self, params: SamplingParams, seed: int, unfinished: Completion | None = None
     ) -> Completion:
-        """The next completion. `begun`: see Engine.generate()."""
+        """The next completion. `unfinished`: see Engine.generate()."""
         # The engine keeps no KV cache after the last turn.
         is_last = len(self.turns) + 1 == self.speaker.max_turns
         session = "" if is_last else self.session
         ids, images = self.stream.prompt_ids, self.stream.images
-        return await self.speaker.generate(ids, params, seed, session, images, begun)
+        return await self.speaker.generate(ids, params, seed, session, images, unfinished)
 
     def _read(self, completion: Completion) -> Message:
         """The turn as a message, with the text of a message that it continues."""

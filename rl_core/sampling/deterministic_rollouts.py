@@ -54,10 +54,10 @@ class Window:
         talk: TokenConversation,
         params: SamplingParams,
         seed: int,
-        begun: Completion,
+        unfinished: Completion,
     ) -> Completion:
         """The turn with the tokens that it may have. Without a finish_reason more follow."""
-        most, num_tokens = params.max_tokens, len(begun.token_ids)
+        most, num_tokens = params.max_tokens, len(unfinished.token_ids)
         while not (limit := self.limit(episode[0], talk.session, num_tokens, most)):
             self.waited_in[episode] = self.number
             await asyncio.sleep(POLL_S)
@@ -65,7 +65,9 @@ class Window:
         self.num_sampled[episode] += 1
         try:
             ids, images = talk.stream.prompt_ids, talk.stream.images
-            done = await talk.speaker.generate(ids, limited, seed, images=images, begun=begun)
+            done = await talk.speaker.generate(
+                ids, limited, seed, images=images, unfinished=unfinished
+            )
         finally:
             self.num_sampled[episode] -= 1
         if done.finish_reason == "length" and limit < most:

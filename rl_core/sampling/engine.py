@@ -85,14 +85,14 @@ class Engine:
         seed: int,
         session: str = "",
         adapter: str = "",
-        begun: Completion | None = None,
+        unfinished: Completion | None = None,
         images: Sequence[InputImage] = (),
     ) -> Completion:
         """One completion. `session` names a conversation whose next prompt extends this one.
-        `adapter` names a LoRA adapter, whose version the completion gets. `begun`, a completion
-        with the first tokens or none, is continued in place. `images`: of the prompt's negative
-        ids, if the engine `sees`; a caller without images leaves it out. Raises ValueError for an
-        impossible request, and EngineDied."""
+        `adapter` names a LoRA adapter, whose version the completion gets. `unfinished`, a
+        completion with the first tokens or none, is continued in place. `images`: of the prompt's
+        negative ids, if the engine `sees`; a caller without images leaves it out. Raises ValueError
+        for an impossible request, and EngineDied."""
         raise NotImplementedError
 
     def end_session(self, session: str) -> None:
@@ -118,8 +118,8 @@ class Engine:
     async def resume(self) -> None:
         """Continues with the newest weights; each further token has their version."""
 
-    async def catch_up(self) -> None:
-        """Updates each `begun` of open generate() calls with all tokens sampled up to now."""
+    async def update_unfinished(self) -> None:
+        """Updates each `unfinished` of open generate() calls with all tokens sampled up to now."""
 
     async def take_metrics(self) -> dict[str, Metric]:
         """Metrics since the last call, under their names in metrics.jsonl."""

@@ -48,14 +48,14 @@ class Group:
 
 
 def make_group(
-    config: Config, task: Task, drawn: JSONObject | None = None, **fields: JSON
+    config: Config, task: Task, sampling: JSONObject | None = None, **fields: JSON
 ) -> Group:
-    """`drawn`: sampling parameters of an evaluation; None uses each actor's training parameters.
+    """`sampling`: sampling parameters of an evaluation; None uses each actor's training parameters.
     `fields`: further fields of the Group, such as size, batch and number."""
     max_tokens, env = config.max_tokens, config.envs.get(task.env)
     if env and env.max_tokens:
         max_tokens = env.max_tokens
-    sampling = drawn
+    is_evaluation = sampling is not None
     if sampling is None:
         sampling = {name: getattr(config.sampling, name) for name in SAMPLING_FLAGS}
         sampling["keeps_ids"] = True
@@ -65,9 +65,9 @@ def make_group(
         overrides: JSONObject = dict(actor.sampling)
         if "stop" in overrides:
             overrides["stop"] = tuple(overrides["stop"])
-        if actor.api and drawn is None:
+        if actor.api and not is_evaluation:
             overrides = NO_LIMITS | overrides
-        if drawn is not None:
+        if is_evaluation:
             overrides = {flag: v for flag, v in overrides.items() if flag not in SAMPLING_FLAGS}
         group.own_params[name] = overrides
     return group

@@ -92,20 +92,20 @@ class EpisodeRunner:
         env = self.envs[group.task.env]
         # Once for all episodes, because turns() may be random.
         drawing = env.draw(group.task, list(self.actors), group.seed_of("schedule"))
-        drawn = asyncio.ensure_future(drawing)
+        task = asyncio.ensure_future(drawing)
         missing = [index for index in range(group.size) if index not in group.ended]
-        await wait_for_all([self.play_episode(env, group, index, drawn) for index in missing])
+        await wait_for_all([self.play_episode(env, group, index, task) for index in missing])
         trajectories = []
         for index in range(group.size):
             trajectories += group.ended[index]
         if env.group_rewards:
-            await self.score(env, group, drawn, trajectories)
+            await self.score(env, group, task, trajectories)
         if self.after_group:
             await self.after_group(self, group, trajectories)
         return trajectories
 
     async def play_episode(
-        self, env: Env, group: Group, index: int, drawn: asyncio.Future[Task]
+        self, env: Env, group: Group, index: int, task: asyncio.Future[Task]
     ) -> None:
         """Runs one episode and stores its trajectories in group.ended. Errors become failed
         trajectories, except EngineDied, which is not the episode's fault."""
@@ -113,7 +113,7 @@ class EpisodeRunner:
         codes: list[str] = []
         SESSION_CODES.set(codes)
         try:
-            playing = env.rollout(await drawn, players)
+            playing = env.rollout(await task, players)
             trajectories = await run_within(playing, self.config.episode_timeout_s)
             for t in trajectories:
                 check_images(env, t, players[t.actor].chat)
@@ -150,13 +150,13 @@ class EpisodeRunner:
         return players
 
     async def score(
-        self, env: Env, group: Group, drawn: asyncio.Future[Task], trajectories: list[Trajectory]
+        self, env: Env, group: Group, task: asyncio.Future[Task], trajectories: list[Trajectory]
     ) -> None:
         """Adds group rewards. If they raise, all trajectories of the group fail."""
         seed = counter_seed(group.seed_of("schedule"), "group")
         players = self.players(env, group, SCORING, seed)
         try:
-            scoring = group_rewards(env.group_rewards, await drawn, trajectories, players)
+            scoring = group_rewards(env.group_rewards, await task, trajectories, players)
             rewards = await run_within(scoring, self.config.episode_timeout_s)
             # No await follows, so that no checkpoint holds a scored group that is still running.
             add_group_rewards(rewards)
@@ -255,7 +255,7 @@ class RolloutWorker:
         # Label -> number of this rank's next group, which starts once it is submitted and fits.
         self.next_number: dict[str, int] = {}
         self.num_collects = 0
-        self.meeting: Meeting | None = None  # See meet_by().
+        self.meeting: Meeting | None = None  # See set_meeting().
         self.num_collected: Counter[str] = Counter()  # Label -> collected groups.
         # Groups of an earlier process, see resume_groups().
         self.restored_numbers: Iterator[int] = iter(())
@@ -277,7 +277,7 @@ class RolloutWorker:
         """See deterministic_rollouts.py."""
         return self.player.replays.window if self.player.replays else None
 
-    def meet_by(self, meeting: Meeting) -> None:
+    def set_meeting(self, meeting: Meeting) -> None:
         """Makes all ranks call meeting.meet() during collect() once one has meeting.is_wanted."""
         self.meeting = meeting
 
@@ -293,7 +293,7 @@ class RolloutWorker:
             for key, group in self.pending.items():
                 is_new = key not in self.running and key not in self.done
                 if self.is_own(group.position) and is_new:
-                    self._begin(key)
+                    self._start(key)
             return
         # Evaluations first: training groups have the label "".
         for label in sorted({label for label, _ in self.pending}, reverse=True):
@@ -303,7 +303,7 @@ class RolloutWorker:
                 key = (label, self.next_number[label])
                 if key not in self.pending:
                     break
-                self._begin(key)
+                self._start(key)
                 del self.next_number[label]
 
     def _has_room(self, label: str) -> bool:
@@ -329,7 +329,7 @@ class RolloutWorker:
         num_restored = 0 if label else self.num_restored
         return num_restored + self._count(f"drawn/{label}", 1) - 1
 
-    def _begin(self, key: Key) -> None:
+    def _start(self, key: Key) -> None:
         group = self.pending[key] = self.restore(self.pending[key])
         if group.version < 0:  # Not started by a previous run.
             group.version = self.version

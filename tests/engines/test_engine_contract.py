@@ -570,10 +570,10 @@ def continued(completion, num_tokens: int):
 def test_what_was_begun_is_continued(fresh, num_tokens):
     prompts = random_prompts(4, seed=5)
 
-    async def go_on(params, begun):
-        calls = enumerate(zip(prompts, begun, strict=True))
+    async def go_on(params, unfinished):
+        calls = enumerate(zip(prompts, unfinished, strict=True))
         return await asyncio.gather(
-            *(fresh.engine.generate(p, params, seed=i, begun=b) for i, (p, b) in calls)
+            *(fresh.engine.generate(p, params, seed=i, unfinished=b) for i, (p, b) in calls)
         )
 
     for params in (GREEDY, replace(GREEDY, temperature=1.0)):
@@ -604,15 +604,15 @@ def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(f
             "finish_reason": "",
             "policy_version": -1,
         }
-        begun = [Completion(**copy.deepcopy(nothing)) for _ in prompts]
-        calls = enumerate(zip(prompts, begun, strict=True))
+        unfinished = [Completion(**copy.deepcopy(nothing)) for _ in prompts]
+        calls = enumerate(zip(prompts, unfinished, strict=True))
         asked = [
-            fresh.loop.create_task(fresh.engine.generate(p, params, seed=i, begun=b))
+            fresh.loop.create_task(fresh.engine.generate(p, params, seed=i, unfinished=b))
             for i, (p, b) in calls
         ]
         await fresh.has_begun()
-        await fresh.engine.catch_up()
-        return copy.deepcopy(begun), await asyncio.gather(*asked)
+        await fresh.engine.update_unfinished()
+        return copy.deepcopy(unfinished), await asyncio.gather(*asked)
 
     before, after = fresh.run(look())
     for prompt, early, late in zip(prompts, before, after, strict=True):
@@ -629,7 +629,7 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
         tasks = fresh.start([p for _, p in requests], LONG, [name for name, _ in requests])
         await fresh.has_begun()
         await fresh.engine.pause()
-        await fresh.engine.catch_up()  # The engine stays paused.
+        await fresh.engine.update_unfinished()  # The engine stays paused.
         await fresh.engine.update(fresh.loaded["alice"].items(), 99, adapter="alice")
         await fresh.engine.resume()
         return await asyncio.gather(*tasks)

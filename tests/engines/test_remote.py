@@ -140,20 +140,20 @@ def test_the_learner_knows_what_was_sampled_so_far_once_it_has_caught_up(served)
     nothing = {"text": "", "finish_reason": "", "policy_version": -1}
 
     async def look():
-        begun = [Completion(token_ids=[], logprobs=[], **nothing) for _ in range(4)]
-        asked = (engine.generate([i], LONG, seed=i, begun=b) for i, b in enumerate(begun))
+        unfinished = [Completion(token_ids=[], logprobs=[], **nothing) for _ in range(4)]
+        asked = (engine.generate([i], LONG, seed=i, unfinished=b) for i, b in enumerate(unfinished))
         tasks = [asyncio.create_task(one) for one in asked]
         while sum(len(one._active) for one in others) < len(tasks):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        await engine.catch_up()
-        early = [(list(b.token_ids), list(b.logprobs)) for b in begun]
+        await engine.update_unfinished()
+        early = [(list(b.token_ids), list(b.logprobs)) for b in unfinished]
         return early, await asyncio.gather(*tasks)
 
     early, late = asyncio.run(look())
     for (token_ids, logprobs), completion in zip(early, late, strict=True):
         assert token_ids and token_ids == completion.token_ids[: len(token_ids)]
         assert logprobs == completion.logprobs[: len(logprobs)]
-    assert not engine.begun
+    assert not engine.unfinished
 
 
 def test_a_conversation_stays_where_its_keys_and_values_are(served):

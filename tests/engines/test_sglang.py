@@ -410,24 +410,26 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(
     held, engine = threading.Event(), make()
     standin.answers = [(first, {"type": "abort"}), ([6, 7], {"type": "length"})]
     standin.wait_for["generate"] = held
-    begun = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1)
+    unfinished = Completion(token_ids=[], logprobs=[], text="", finish_reason="", policy_version=-1)
 
-    async def catch_up() -> list[int]:
-        await engine.catch_up()
-        return list(begun.token_ids)
+    async def update_unfinished() -> list[int]:
+        await engine.update_unfinished()
+        return list(unfinished.token_ids)
 
     async def main():
         await engine.wake()
-        request = asyncio.create_task(engine.generate([1, 2], params, seed=0, begun=begun))
+        request = asyncio.create_task(
+            engine.generate([1, 2], params, seed=0, unfinished=unfinished)
+        )
         while not standin.counts["generate"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        asking = [asyncio.create_task(catch_up()) for _ in range(2)]
+        asking = [asyncio.create_task(update_unfinished()) for _ in range(2)]
         await asyncio.sleep(0.05)
         held.set()
         known = await asyncio.gather(*asking)
         assert [tokens[:1] for tokens in known] == [[5], [5]]
         assert (await request).token_ids == [5, 6, 7]
-        assert begun.kept_ids == kept and begun.logprobs == [-0.25 if kept else -0.5] * 3
+        assert unfinished.kept_ids == kept and unfinished.logprobs == [-0.25 if kept else -0.5] * 3
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

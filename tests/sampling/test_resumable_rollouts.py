@@ -171,7 +171,7 @@ class Limited(RuleEngine):
     limit: int | None = None
     num_waiting = 0
 
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", unfinished=None):
         if len(self.asked) == self.limit:
             self.num_waiting += 1
             await asyncio.Event().wait()

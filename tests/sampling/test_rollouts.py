@@ -123,7 +123,7 @@ class MortalEngine(RuleEngine):
             0,
         )
 
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", unfinished=None):
         self.is_dead |= len(self.asked) in self.dies_at
         completion = await super().generate(prompt_ids, params, seed=seed, session=session)
         if self.is_dead:

@@ -114,7 +114,7 @@ class Whole(Engine):
         self.model, self.version, self.capacity = spec.module, 0, spec.num_slots
         self.model.set_attn_implementation("sdpa")  # the learner's packs sequences
 
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None):
+    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", unfinished=None):
         reply = Completion(policy_version=self.version, finish_reason="length")
         for _ in range(params.max_tokens):
             with torch.no_grad():
@@ -151,7 +151,9 @@ def test_an_engine_that_drops_new_weights_is_found(weights_of):
 
 
 class NoUpdate(Engine):
-    async def generate(self, prompt_ids, params, *, seed, session="", adapter="", begun=None): ...
+    async def generate(
+        self, prompt_ids, params, *, seed, session="", adapter="", unfinished=None
+    ): ...
 
 
 class Picky(Whole):

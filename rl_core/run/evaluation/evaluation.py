@@ -60,8 +60,8 @@ class Evaluation(Plugin):
                     prefix = "eval/" if source.split == "eval" else f"eval/{name}/"
                     await self.evaluate_rows(tasks, prefix)
                     continue
-                drawn = {"temperature": 0.0}
-                await self.evaluate_tasks(step, name, tasks, "greedy", 1, drawn)
+                sampling = {"temperature": 0.0}
+                await self.evaluate_tasks(step, name, tasks, "greedy", 1, sampling)
                 if count := config.samples:
                     sampling = config.sampling
                     await self.evaluate_tasks(step, name, tasks, "sampled", count, {**sampling})
@@ -100,7 +100,7 @@ class Evaluation(Plugin):
         tasks: list[Task],
         label: str,
         count: int,
-        drawn: dict[str, float],
+        sampling: dict[str, float],
     ) -> None:
         """Plays `count` episodes of each task and records their metrics."""
         trainer, config = self.trainer, self.trainer.config
@@ -110,7 +110,9 @@ class Evaluation(Plugin):
         common = {"batch": f"eval/{source}", "label": name, "size": count}
         groups = []
         for number, task in enumerate(tasks):
-            groups.append(make_group(config, task, drawn, number=number, position=number, **common))
+            groups.append(
+                make_group(config, task, sampling, number=number, position=number, **common)
+            )
         trainer.worker.submit(groups)
         played = sorted_trajectories(await trainer.worker.collect(len(groups), label=name))
         await trainer.call("on_episodes", step, name, played)
