@@ -428,7 +428,7 @@ def canonical_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObj
                 "must be a list of JSON schemas, or such a list as JSON text; tool "
                 f"{number} is not a function with a name: {shorten(tool)}"
             )
-        written = without_null_keys(function)
+        written = without_null_keys(parsed_parameters(function, number))
         if written != function and notes is not None:
             notes.append(f"tool {number}: keys that are null left out")
         completed = tool | {"function": with_schema(written)}
@@ -438,9 +438,48 @@ def canonical_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObj
     return read
 
 
+def parsed_parameters(function: JSONObject, number: int) -> JSONObject:
+    """The function with an object for parameters, and for properties, that are JSON text, as tables
+    hold objects of different keys."""
+    parameters = function.get("parameters")
+    if isinstance(parameters, str):
+        parameters = json_value(parameters) if parameters.strip() else None
+    if isinstance(parameters, dict) and isinstance(properties := parameters.get("properties"), str):
+        parameters = parameters | {"properties": json_value(properties)}
+    inner = parameters.get("properties") if isinstance(parameters, dict) else parameters
+    if isinstance(inner, str):
+        raise ValueError(
+            f"tool {number}: parameters must be a JSON schema, or its JSON text; are "
+            f"{shorten(function['parameters'])}"
+        )
+    return function | {"parameters": parameters} if "parameters" in function else function
+
+
 def as_context(messages: list[Message]) -> list[Message]:
     """Copies of messages with "train": False."""
     return [{**message, "train": False} for message in messages]
+
+
+def with_prefixes(messages: list[Message]) -> list[Message]:
+    """The conversation with each assistant's message of "prefix": True and the reply that continues
+    it as one message, whose "prefix" is the text that is not trained. Raises ValueError if no reply
+    continues such a message."""
+    joined: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        begun = joined[-1] if joined else {}
+        if begun.get("prefix") is True and message["role"] == "assistant":
+            prefix, is_begun = text_of(begun), message.get("prefix") is True
+            content = prefix + text_of(message)
+            joined[-1] = {**message, "content": content, "prefix": is_begun or prefix}
+        else:
+            joined.append(message)
+        is_last = number == len(messages) or messages[number]["role"] != "assistant"
+        if is_last and joined[-1].get("prefix") is True and message["role"] == "assistant":
+            raise ValueError(
+                f'message {number} has "prefix": true and no reply continues it; give the reply as '
+                "the next message of the assistant, or remove the key"
+            )
+    return joined
 
 
 def text_of(message: Message) -> str:

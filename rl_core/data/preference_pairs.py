@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from rl_core.data.chat import Chat
 from rl_core.data.images import SIDE_IMAGES
-from rl_core.data.messages import as_context, text_of
+from rl_core.data.messages import as_context, text_of, with_prefixes
 from rl_core.data.sft_samples import sft_samples, shared_length
 from rl_core.data.task_rows import (
     column_messages,
@@ -113,7 +113,7 @@ def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
     it, so that a sequence classifier reads the same tokens. A dummy last token stands for the
     score: the hidden state of the conversation's last token "predicts" it. Everything after the
     common beginning is trained."""
-    sides = [context + reply for context, reply in pair_messages(row)]
+    sides = [with_prefixes(context + reply) for context, reply in pair_messages(row)]
     tools, pad, chat = row_tools(row), chat.tokenizer.pad_token_id, row_chat(chat, row)
     ids = [chat.prompt_ids(side, tools, add_generation_prompt=False) for side in sides]
     if pad is not None and any(i[-1:] == [pad] for i in ids):

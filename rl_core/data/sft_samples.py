@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from rl_core.data.chat import Chat, TokenStream, fingerprint, text_after, text_of, unmarked
-from rl_core.data.messages import as_context, shorten
+from rl_core.data.messages import as_context, shorten, with_prefixes
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
@@ -99,7 +99,7 @@ def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
         trained, num_turns = trained_messages(messages), len(row["turns"])
         first = trained[-num_turns] if len(trained) >= num_turns else 0
         messages = as_context(messages[:first]) + messages[first:]
-    messages = greeting_as_context(messages, notes)
+    messages = with_prefixes(greeting_as_context(messages, notes))
     if not trained_messages(messages):
         roles = [m["role"] for m in messages]
         raise ValueError(
@@ -147,14 +147,14 @@ def trained_messages(messages: list[Message]) -> list[int]:
 def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) -> list[Turn]:
     """A turn for every assistant message that is trained, as if an engine had sampled it behind the
     same prompt. Its last token is the end token that the template writes there. Messages with
-    "train": False are context. A turn is fresh if the template rewrites earlier turns in its
-    prompt."""
+    "train": False are context, as is the "prefix" of a message. A turn is fresh if the template
+    rewrites earlier turns in its prompt."""
     trained, turns = trained_messages(messages), []
-    stream = TokenStream(chat, messages[: trained[0]], tools)
+    stream = TokenStream(chat, prompt_of(messages, trained[0]), tools)
     for i, until in zip(trained, [*trained[1:], len(messages)], strict=True):
         check_turn(chat, messages[: i + 1], tools)
         text, end_id = said_text(chat, stream.rendered, messages[: i + 1], tools)
-        following, is_last = messages[:until], i == trained[-1]
+        following, is_last = prompt_of(messages, until), i == trained[-1]
         if i + 1 < len(messages):
             rendered = render_following(chat, following, tools, is_last)
             end_id = end_behind(chat, text_after(rendered, stream.rendered, text), end_id)
@@ -168,6 +168,13 @@ def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) ->
         if not is_last:
             stream.extend(token_ids, text, following, rendered)
     return turns
+
+
+def prompt_of(messages: list[Message], index: int) -> list[Message]:
+    """The messages before message `index`, and the prefix that it continues."""
+    prefix = messages[index].get("prefix") if index < len(messages) else None
+    begun = [{"role": "assistant", "content": prefix, "prefix": True}] if prefix else []
+    return messages[:index] + begun
 
 
 def check_turn(chat: Chat, messages: list[Message], tools: list | None) -> None:
@@ -298,7 +305,12 @@ def with_observations(
 ) -> tuple[list[Turn], list[bool]]:
     """(turns, whether each is an action): the answer to a turn is a turn too, which is not an
     action. It is all that the template puts between that turn's end token and the generation
-    prompt. An answer with a message of "train": False is context."""
+    prompt. An answer with a message of "train": False is context. Raises ValueError for a message
+    with a prefix, which is neither."""
+    if any(message.get("prefix") for message in messages):
+        raise ValueError(
+            '"prefix": true cannot be combined with --sft.weights that train answers: remove one'
+        )
     trained = trained_messages(messages)
     if len(trained) != len(turns):  # The episode's messages are not those of its turns.
         return turns, [True] * len(turns)

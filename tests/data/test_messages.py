@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import json
 import re
@@ -318,12 +319,24 @@ def test_keys_of_a_tool_that_are_null_are_absent_and_its_values_stay():
 
 
 BARE = json.dumps([TOOLS[0]["function"]])
+
+
+def in_text(tools, key=""):
+    """The tools with their parameters, or the value of this key of them, as JSON text."""
+    tool = copy.deepcopy(tools[0])
+    holder = tool["function"]["parameters"] if key else tool["function"]
+    holder[key or "parameters"] = json.dumps(holder[key or "parameters"])
+    return [tool]
+
+
 CHAT_MESSAGES = [system("aster"), user("briar"), assistant("cedar"), user("dahlia")]
 # Each row in one form, and the messages and tools that it says.
 ROWS = [
     ({"prompt": "aster"}, [user("aster")], None),
     ({"prompt": "aster", "tools": TOOLS}, [user("aster")], TOOLS),
     ({"question": "aster", "tools": BARE}, [user("aster")], TOOLS),
+    ({"prompt": "aster", "tools": in_text(TOOLS)}, [user("aster")], TOOLS),
+    ({"prompt": "aster", "tools": in_text(TOOLS, "properties")}, [user("aster")], TOOLS),
     (
         {"system": "aster", "history": [["briar", "cedar"]], "instruction": "dahlia"},
         CHAT_MESSAGES,

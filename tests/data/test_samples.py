@@ -5,6 +5,7 @@ from kit import prompts_of
 from test_chat import CHATML, make_tokenizer
 
 from rl_core.data.chat import Chat
+from rl_core.data.preference_pairs import reply_pair, scored_pair
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.sft_samples import sft_samples
 from rl_core.types import Completion, Turn
@@ -98,9 +99,40 @@ def test_rows_of_sft(row):
     assert sample.advantages.tolist() == [float(m) for m in sample.loss_mask]
 
 
+BEGUN = [message("user", "think"), message("assistant", "4") | {"prefix": True}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [*BEGUN, message("assistant", "2")]},
+        {"prompt": BEGUN, "completion": [message("assistant", "2")]},
+        {"prompt": BEGUN, "response": "2"},
+        {"prompt": [*TALK, *BEGUN], "response": "2"},
+        {"messages": [*BEGUN, message("assistant", "2"), *BEGUN, message("assistant", "2")]},
+        {"prompt": BEGUN, "chosen": "2", "rejected": "7"},
+        {"chosen": [*BEGUN, message("assistant", "2")], "rejected": [*BEGUN, message("assistant", "7")]},
+    ],
+)  # fmt: skip
+def test_a_prefix_is_context_of_the_reply_that_continues_it(row):
+    chat = Chat(make_tokenizer(), CHATML)
+    is_pair = "rejected" in row
+    sample = reply_pair(chat, row)[0] if is_pair else sft_samples(chat, row)[0]
+    text, trained = (
+        chat.tokenizer.decode(ids) for ids in (sample.token_ids, sample.token_ids[sample.loss_mask])
+    )
+    end = "<|im_start|>user\nthink<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
+    assert text.endswith(end)
+    assert trained == "2<|im_end|>" * text.count("42")
+    if is_pair:  # The conversation's last token is followed by that of the score.
+        scored = scored_pair(chat, row)[0].token_ids[:-1]
+        assert chat.tokenizer.decode(scored).endswith(end + "\n")
+
+
 @pytest.mark.parametrize(
     "row, rule",
     [
+        ({"messages": BEGUN}, 'message 2 has "prefix": true and no reply continues it'),
         ({"text": "hello"}, "it needs"),
         (
             {"question": "hello", "reply": "42"},
@@ -113,7 +145,7 @@ def test_rows_of_sft(row):
 )
 def test_rows_with_nothing_to_train_are_refused(row, rule):
     with pytest.raises(ValueError, match=rule) as error:
-        sft_samples(Chat(make_tokenizer(), CHATML), row)
+        sft_samples(Chat(make_tokenizer(), CHATML), row, 1.0, 0.5)
     assert "\n" not in str(error.value)
 
 
