@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -74,18 +75,30 @@ def own_flag(arg: str, flags: Collection[str], others: Collection[str] = ()) -> 
     return next((flag for flag in flags if flag.startswith(name)), "")
 
 
+def package_version(package: str) -> str | None:
+    """None if it is not installed. A look-up reads all folders of sys.path, and a plan asks a
+    thousand times."""
+    return version_on(tuple(sys.path), package)
+
+
+@functools.cache
+def version_on(path: tuple[str, ...], package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
 def check_package(package: str, oldest: tuple[int, ...], is_planned: bool) -> None:
     """Raises ValueError if the package of an engine's server is too old or, unless is_planned, not
     installed. Imports nothing."""
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+    version = package_version(package)
+    if version is None:
         if is_planned:
             return
         raise ValueError(
             f"--engine={package} needs {package}, which is not installed: pip install "
             f"'rl_core[{package}]'"
-        ) from None
+        )
     if numbers(version) < oldest:
         raise ValueError(
             f"--engine={package} needs {package} >= {'.'.join(map(str, oldest))}, {version} is "

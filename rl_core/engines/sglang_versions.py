@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-
-from rl_core.engines.server_process import numbers
+from rl_core.engines.server_process import numbers, package_version
 
 OLDEST = (0, 5, 17)
 # Older versions copy the head's weights to fp32 at each decode step.
@@ -21,11 +18,12 @@ FORGETS_ABORTED = (0, 5, 22)
 
 
 def installed_version() -> tuple[int, ...]:
-    return numbers(importlib.metadata.version("sglang"))
+    version = package_version("sglang")
+    assert version is not None, "sglang is not installed"
+    return numbers(version)
 
 
 def is_older_than(version: tuple[int, ...]) -> bool:
     """True if an SGLang older than `version` is installed."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return installed_version() < version
-    return False
+    installed = package_version("sglang")
+    return installed is not None and numbers(installed) < version
