@@ -31,7 +31,7 @@ NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatte
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # File next to a run's rollouts: actor -> fingerprint of the tokenizer.
 TOKENIZERS = "tokenizers.json"
-END = "end.json"  # The last step of a run that no signal or error ended.
+END = "end.json"  # num_steps; once a run has ended without an error, its last step and signal.
 
 
 def quiet_datasets() -> None:

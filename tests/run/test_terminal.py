@@ -247,7 +247,10 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
         assert main(flags) == 0
         printed = capsys.readouterr().out.splitlines()
         position = next(n for n, line in enumerate(printed) if line.startswith("done: "))
-        assert json.loads((tmp_path / "run/end.json").read_text()) == {"step": int(end[0])}
+        assert json.loads((tmp_path / "run/end.json").read_text()) == {
+            "num_steps": int(end[0]),
+            "step": int(end[0]),
+        }
         assert re.fullmatch(rf"done: step {end} in \d+:\d\d:\d\d{since}", printed[position])
         [passed, score, look] = printed[position + 1 :]
         assert re.fullmatch(r"  env/greedy_pass [\d.]+ -> [\d.]+", passed)
@@ -258,7 +261,9 @@ def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at
 @pytest.mark.parametrize(
     "name, number, at_once", [("SIGTERM", 15, "Ctrl-C"), ("SIGINT", 2, "Ctrl-C again")]
 )
-def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, flags_of, capfd):
+def test_a_run_that_a_signal_ended_says_how_it_goes_on(
+    name, number, at_once, flags_of, capfd, tmp_path
+):
     # One hook alone, since a second Ctrl-C ends the process.
     seen = "vars(__import__('sys')).setdefault('signals_of_this_test', set())"
     once = (
@@ -271,6 +276,8 @@ def test_a_run_that_a_signal_ended_says_how_it_goes_on(name, number, at_once, fl
     printed = out.splitlines()
     assert re.fullmatch(rf"ended by {name}: step 1 of 40 in \d+:\d\d:\d\d", printed[-3])
     assert printed[-1] == "  resume: the same command with --resume"
+    end = {"num_steps": 40, "step": 1, "signal": name}
+    assert json.loads((tmp_path / "run/end.json").read_text()) == end
 
 
 def test_what_a_run_measured_before_and_after_is_its_evaluations_or_means_of_its_steps():

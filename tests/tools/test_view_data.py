@@ -272,5 +272,12 @@ def test_a_run_that_used_up_its_rows_in_fewer_steps_is_done(tmp_path):
     (tmp_path / "config.yaml").write_text("num_steps: 2\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1.0}\n')
     assert RunFolder(str(tmp_path)).facts["state"] == "ended early"
-    (tmp_path / "end.json").write_text('{"step": 1}\n')
-    assert RunFolder(str(tmp_path)).facts["state"] == "done"
+    for end, state in (
+        ('{"step": 1}', "done"),
+        ('{"num_steps": 1}', "done"),
+        ('{"num_steps": 2}', "ended early"),
+        ('{"num_steps": 2, "step": 1, "signal": "SIGTERM"}', "stopped"),
+        ("[]", "ended early"),
+    ):
+        (tmp_path / "end.json").write_text(end)
+        assert RunFolder(str(tmp_path)).facts["state"] == state, end

@@ -583,6 +583,12 @@ def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(
             has(ended, "#nothing:visible", 0)
             ended.close()
     (other / "failure.txt").unlink()
+    (other / "end.json").write_text('{"num_steps": 7, "step": 0, "signal": "SIGTERM"}')
+    ended = page_of(killed)
+    has(ended, "#ended", re.compile("^Stopped by SIGTERM after step 0 of 7, saved"))
+    has(ended, ".failed:visible", 0)
+    ended.close()
+    (other / "end.json").unlink()
     page.get_by_role("link", name="Conversations").click()
     has(page, "#count", re.compile("(16|17|2[0-9]|30) of "))  # The readable beginning.
     file.write_bytes(complete)

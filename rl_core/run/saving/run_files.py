@@ -1,4 +1,4 @@
-"""Files of a run's folder: config.yaml and env_code.yaml, written at the start, and
+"""Files of a run's folder: config.yaml and env_code.yaml, written at the start, end.json, and
 rollouts/*.jsonl.zst."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class RunFiles(Plugin):
     def __init__(self, trainer: RunState):
         super().__init__(trainer)
         self.writing: asyncio.Future | None = None  # The file of rollouts that is being written.
+        self.end: JSONObject = {}  # content of end.json
         if trainer.ranks.is_writer:
             self.begin()
 
@@ -60,6 +62,21 @@ class RunFiles(Plugin):
         if plan.algorithm.is_rl:
             write_tokenizers(out / "rollouts", plan.chats)
 
+    async def start(self) -> None:
+        self.write_end({})
+
+    async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        number = self.trainer.signal
+        self.write_end({"step": step, "signal": signal.Signals(number).name} if number else {})
+
+    def write_end(self, end: JSONObject) -> None:
+        """Writes end.json if it changes. num_steps may be lower than --num_steps in config.yaml:
+        dynamic sampling uses up the rows of --num_epochs in fewer steps."""
+        end = {"num_steps": self.trainer.config.num_steps, **end}
+        if self.trainer.ranks.is_writer and end != self.end:
+            self.end = end
+            write_whole(self.trainer.out / END, json.dumps(end) + "\n")
+
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
         """Writes in a thread. The file is complete before the next one is written, and when the run
         ends."""
@@ -75,10 +92,7 @@ class RunFiles(Plugin):
 
     async def finish(self) -> None:
         await self.close()
-        if self.trainer.ranks.is_writer:
-            # The step may be lower than --num_steps in config.yaml: dynamic sampling uses up the
-            # rows of --num_epochs in fewer steps.
-            write_whole(self.trainer.out / END, json.dumps({"step": self.trainer.step}) + "\n")
+        self.write_end({"step": self.trainer.step})
 
     async def close(self) -> None:
         if self.writing is not None:

@@ -199,27 +199,36 @@ class RunFolder:
         """State, steps, times, and the curves of SUMMARY, for the list of runs."""
         began, wrote = self.changed("config.yaml"), self.changed("metrics.jsonl")
         step, curves = progress_of(self.path / "metrics.jsonl", wrote)
-        is_done = step >= (self.config.get("num_steps") or 0) or step == self.last_step
+        end = self.end
+        num_steps = end.get("num_steps") or self.config.get("num_steps") or 0
+        has_ended = step == end.get("step")
+        signal = end.get("signal", "") if has_ended else ""
+        is_done = step >= num_steps or (has_ended and not signal)
         state = "done" if is_done else "ended early"
         failure = self.failure
+        state = "stopped" if signal and not is_done else state
         state = "failed" if failure else state
         return {
             "state": "live" if self.is_live else state,
             "failure": failure,
+            "signal": signal,
+            "engine_logs": any(self.path.glob("engine_*.log")),
             "step": step,
+            "num_steps": num_steps,
             "started": began,
             "duration_s": None if began is None or wrote is None else wrote - began,
             "curves": curves,
         }
 
     @property
-    def last_step(self) -> int | None:
-        """The last step of a run that no signal or error ended."""
+    def end(self) -> JSONObject:
+        """Content of end.json; {} without one."""
         try:
             with open_file(self.path / END) as file:
-                return json.loads(file.read())["step"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+                end = json.loads(file.read())
+        except (OSError, ValueError):
+            return {}
+        return end if isinstance(end, dict) else {}
 
     def changed(self, name: str) -> float | None:
         """Time of a file's last change (s since 1970); None if the file is missing."""

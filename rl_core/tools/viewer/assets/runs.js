@@ -95,7 +95,7 @@ const inReport = {
 async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length, ...(run.revision < 0 && { metrics: 1 }) };
   const found = await ask(run, "new", query);
-  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes), run.facts.state, run.facts.failure].join();
+  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes), run.facts.state, run.facts.num_steps, run.facts.failure].join();
   const before = state();
   if (found.revision !== run.revision) {
     if (run.revision >= 0) setTimeout(search); // The open conversation stays until it is found again.
@@ -142,16 +142,17 @@ function showChips() {
   const line = runs.length === 1 ? factsOf(runs[0]) : "";
   if ($("#facts").textContent !== line) $("#facts").textContent = line;
   $("#facts").hidden = !line;
-  const ended = runs.map(endOf).filter(Boolean);
-  if ($("#ended").textContent !== ended.join("")) $("#ended").replaceChildren(...ended.map((text) => el("p", {}, text)));
+  const ended = runs.map((run) => [endOf(run), run.facts.state !== "stopped" && "failed"]).filter(([text]) => text);
+  if ($("#ended").textContent !== ended.map(([text]) => text).join("")) $("#ended").replaceChildren(...ended.map(([text, kind]) => el("p", { class: kind }, text)));
 }
 
 // Why a run ended before its last step; "" for others.
 function endOf(run) {
-  const { state, failure, step } = run.facts, of = runs.length > 1 ? `${run.short}: ` : "", at = `at step ${short(step)}${run.config.num_steps ? ` of ${short(run.config.num_steps)}` : ""}`;
-  if (state === "failed") return `${of}The run failed ${at}: ${failure} The traceback is in ${run.name}/failure.txt.`;
+  const { state, failure, signal, step, num_steps: num } = run.facts, of = runs.length > 1 ? `${run.short}: ` : "", at = `step ${short(step)}${num ? ` of ${short(num)}` : ""}`;
+  if (state === "failed") return `${of}The run failed at ${at}: ${failure} The traceback is in ${run.name}/failure.txt.`;
+  if (state === "stopped") return `${of}Stopped by ${signal} after ${at}, saved; continue with --resume.`;
   if (state !== "ended early") return "";
-  return `${of}The run ended ${at} and recorded no error: it was stopped or killed, perhaps for want of memory. The output of its command may say more, and so may ${run.name}/engine_*.log.`;
+  return `${of}The run ended at ${at} and recorded no error: it was stopped or killed, perhaps for want of memory. The output of its command may say more${run.facts.engine_logs ? `, and so may ${run.name}/engine_*.log` : ""}.`;
 }
 
 const hours = (seconds) => (seconds === null || seconds === undefined ? "-" : seconds < 90 ? `${Math.round(seconds)} s`
@@ -162,10 +163,10 @@ const modelsOf = ({ config }) => unique([config.model, ...Object.entries(config)
 const ofEval = (name) => name.replace(/^eval\//, "");
 const ends = ({ points }) => unique([points[0][1], points.at(-1)[1]].map(short)).join(" \u2192 ");
 function factsOf(run) {
-  const { state, step, started, duration_s, curves: { evaluation } } = run.facts, { config } = run;
+  const { state, step, num_steps, started, duration_s, curves: { evaluation } } = run.facts, { config } = run;
   return [
     modelsOf(run).map(leaf).join(", "), config.algorithm, config.env_path && leaf(config.env_path), `started ${day(started)}`, hours(duration_s),
-    `${state} at step ${step}${config.num_steps ? ` of ${config.num_steps}` : ""}`, evaluation && `${ofEval(evaluation.name)} ${ends(evaluation)}`,
+    `${state} at step ${step}${num_steps ? ` of ${num_steps}` : ""}`, evaluation && `${ofEval(evaluation.name)} ${ends(evaluation)}`,
   ].filter(Boolean).join(" \u00b7 ");
 }
 
@@ -209,8 +210,8 @@ function showRuns() {
     { name: "run", isLeft: true, of: (run) => run.name, node: (run) => [
       el("input", { type: "checkbox", "aria-label": `Show ${run.short}`, "data-key": run.n, checked: runs.includes(run), onchange: () => toggle(run) }),
       tinted(el("span", { class: "dot" }), run.n), el("a", { href: `#curves?${new URLSearchParams({ runs: run.name })}` }, run.short)] },
-    { name: "state", isLeft: true, of: (run) => run.facts.state, node: (run) => el("span", { class: run.facts.state === "live" ? "live" : run.facts.state === "done" ? "" : "failed" }, run.facts.state) },
-    { name: "step", of: (run) => run.facts.step, node: (run) => `${short(run.facts.step)}${run.config.num_steps ? ` / ${short(run.config.num_steps)}` : ""}` },
+    { name: "state", isLeft: true, of: (run) => run.facts.state, node: (run) => el("span", { class: { live: "live", done: "", stopped: "" }[run.facts.state] ?? "failed" }, run.facts.state) },
+    { name: "step", of: (run) => run.facts.step, node: (run) => `${short(run.facts.step)}${run.facts.num_steps ? ` / ${short(run.facts.num_steps)}` : ""}` },
     { name: "best evaluation", isLeft: true, isDown: true, of: (run) => curve("evaluation", run).best[1], node: (run) => {
       const { name, best: [step, value] } = curve("evaluation", run);
       return name ? [trend("evaluation", run), el("b", {}, short(value)), el("span", { class: "soft" }, ` ${ofEval(name)}, step ${short(step)}`)] : "-";
