@@ -8,6 +8,7 @@ import pytest
 from kit import words
 
 from rl_core.config import known_flags, parse_config
+from rl_core.environments.env_file import load_env
 from rl_core.run.evaluation.eval_folder import COMPARED, EvalFolder, cell_of
 from rl_core.sampling.groups import make_group
 from rl_core.types import Task, Trajectory
@@ -137,3 +138,30 @@ def test_models_of_a_folder_share_rows_and_environment(tmp_path):
     folder.cell("other", "f", {"weights": "2"}, {"rows": "2"})
     with pytest.raises(ValueError, match="played with rows 1, and this is 2; name another"):
         folder.cell("other", "e", {"weights": "2"}, {"rows": "2"})
+
+
+@pytest.mark.parametrize(
+    "changed", ["env.py", "helper.py", "lazy.py", "pack/inner.py", "bare/a.py"]
+)
+def test_a_change_of_a_file_that_the_environment_imports_is_another_code(changed, tmp_path):
+    files = {
+        "env.py": "import json\nimport helper\ndef reward_fn(completion):\n import lazy\n return 1.0",
+        "helper.py": "from pack import inner",
+        "bare/a.py": "",
+        "lazy.py": "",
+        "pack/__init__.py": "",
+        "pack/inner.py": "from . import inner\nfrom bare.a import *",
+        "other.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def code() -> str:
+        return load_env(str(tmp_path / "env.py")).code()
+
+    first = code()
+    (tmp_path / "other.py").write_text("# Nothing imports this file.")
+    assert code() == first
+    (tmp_path / changed).write_text(f"{files[changed]}\n# changed")
+    assert code() != first
