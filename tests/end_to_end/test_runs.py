@@ -45,21 +45,20 @@ PPO = f"{RL} --algorithm ppo --critic.lr 1e-2"
 TALK = RL.replace("letters", "ask")  # over several turns
 OLDER = "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 3"
 
+# Runs that SIGTERM ends and those that are resumed at the end of their steps.
+ENDED = {
+    "warm-up": f"{RL} --optim.warmup_steps 3",
+    "curriculum": f"{RL} --env_path {{dir}}/weighted.py",
+    "older weights": f"{TALK} {STOP} {OLDER}",
+    "sft": SFT,
+}
 RESUMED = {
-    "warm-up": f"{RL} --optim.warmup_steps 3 --eval_every 2",
     "epochs and KL": f"{RL} --learner.epochs 2 --learner.updates_per_epoch 2 --algo.kl_coef 0.1",
     "refilled groups": f"{RL} --algorithm dapo --env_path {{dir}}/digits.py",
-    "environments": f"{RL} --env_path {{dir}}/letters.py,{{dir}}/digits.py --envs.digits.weight 0.5",
-    "curriculum": f"{RL} --env_path {{dir}}/weighted.py",
     "critic": f"{PPO} --critic.warmup_steps 1 --learner.epochs 2",
-    "adapter": f"{RL} {LORA}",
-    "two actors": TWO,
     "shared model": SHARED,
-    "older weights": f"{TALK} {STOP} {OLDER}",
     "older adapters": f"{RL} {LORA} {OLDER}",
     "older weights of two": f"{TWO} {OLDER} --rollout.engines_awake one",
-    "sft": SFT,
-    "dpo": DPO,
     "rm": RM,
     "8 bits": f"{RL} --optim.name adamw8bit",
     "sgd": f"{RL} --optim.name sgd --optim.lr 0.1",
@@ -123,11 +122,11 @@ def end_after_a_step(out: Path) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize("case", ["warm-up", "curriculum", "older weights", "sft"])
+@pytest.mark.parametrize("case", ENDED)
 def test_a_run_that_sigterm_ends_goes_on_bit_for_bit(case, make_flags, tmp_path):
     # An evaluation is due at every step, and so at the one at which it ends.
     flags = words(
-        make_flags(RESUMED[case]),
+        make_flags(ENDED[case]),
         "" if case == "sft" else "--eval_every 1 --eval.samples 0 --eval.num_tasks 2",
     )
     full, parts = tmp_path / "whole", tmp_path / "parts"
