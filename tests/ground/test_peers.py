@@ -15,7 +15,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 # Spellings of names in other trainers.
 SPELLINGS = """
 lr --optim.lr
-per-device-train-batch-size --learner.microbatch_tokens (tokens of one forward and backward
+per-device-train-batch-size --tasks_per_step (prompts: TRL's batch of completions
+micro_batch_size --learner.microbatch_tokens (tokens of one forward and backward
 train_batch_size --tasks_per_step (tasks (sft, dpo, rm: rows) of one step)
 ppo_mini_batch_size --learner.updates_per_epoch (optimizer updates (minibatches) of one epoch
 log_prob_micro_batch_size --learner.logprob_microbatch_tokens (tokens of a forward without

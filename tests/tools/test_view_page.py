@@ -621,12 +621,13 @@ def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(
 def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_are_chosen(
     game, tmp_path, serve, page_of
 ):
-    tuned = tmp_path / "tuned"
-    tuned.mkdir()
+    tuned = tmp_path / "deep/tuned"
+    tuned.mkdir(parents=True)
     write_metrics(
         tuned, [{"step": step, "learn/policy/grad_norm": 1 / step} for step in range(1, 6)]
     )
     page = page_of(serve(tuned, game))
+    has(page, "#chips li", ["tuned step 5", "game step 2"])
     titles = ["reward", "evaluation", "gradient norm"]  # Not in the order of the first run.
     has(page, "#curves > .charts .chart:visible h2", titles)
     has(page, "[data-title='gradient norm'] .u-value", ["5", "0.2", "0.5"])

@@ -75,7 +75,7 @@ function showConfig() {
     if ((only && !differs) || !flag.toLowerCase().includes(find)) return [];
     return [el("tr", { class: differs && "differs" }, el("th", { scope: "row" }, flag), values.map((value) => el("td", {}, value)))];
   });
-  const head = ["flag", ...runs.map((run) => run.short)].map((name) => el("th", { scope: "col" }, name));
+  const head = [["flag"], ...runs.map((run) => [run.short, run.name])].map(([name, title]) => el("th", { scope: "col", title }, name));
   $("#config thead").replaceChildren(el("tr", {}, head));
   $("#config tbody").replaceChildren(...rows);
 }

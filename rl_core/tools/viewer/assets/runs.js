@@ -55,7 +55,13 @@ function withoutCommon(names) { // the first words, where all names begin with t
 }
 
 const MOST_SHOWN = 8; // runs that are shown at first; the table of runs chooses others
-const brief = withoutCommon(data.runs.map((run) => run.name));
+// The last folders of a run's path, as many as tell it apart.
+function brief(path) {
+  const parts = path.split("/").filter(Boolean), last = (num) => parts.slice(-num).join("/");
+  const others = data.runs.filter((run) => run.name !== path).map((run) => `/${run.name}`);
+  for (let num = 1; num < parts.length; num += 1) if (!others.some((other) => other.endsWith(`/${last(num)}`))) return last(num);
+  return path;
+}
 const runs = []; // shown: their data is read
 const known = data.runs.map((run, n) => ({
   ...run, n, short: brief(run.name), revision: -1, numRows: 0, steps: new Map(), entries: [], warnings: [], panels: {},
@@ -209,7 +215,7 @@ function showRuns() {
   const columns = [
     { name: "run", isLeft: true, of: (run) => run.name, node: (run) => [
       el("input", { type: "checkbox", "aria-label": `Show ${run.short}`, "data-key": run.n, checked: runs.includes(run), onchange: () => toggle(run) }),
-      tinted(el("span", { class: "dot" }), run.n), el("a", { href: `#curves?${new URLSearchParams({ runs: run.name })}` }, run.short)] },
+      tinted(el("span", { class: "dot" }), run.n), el("a", { title: run.name, href: `#curves?${new URLSearchParams({ runs: run.name })}` }, run.short)] },
     { name: "state", isLeft: true, of: (run) => run.facts.state, node: (run) => el("span", { class: { live: "live", done: "", stopped: "" }[run.facts.state] ?? "failed" }, run.facts.state) },
     { name: "step", of: (run) => run.facts.step, node: (run) => `${short(run.facts.step)}${run.facts.num_steps ? ` / ${short(run.facts.num_steps)}` : ""}` },
     { name: "best evaluation", isLeft: true, isDown: true, of: (run) => curve("evaluation", run).best[1], node: (run) => {

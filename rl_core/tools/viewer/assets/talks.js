@@ -133,7 +133,7 @@ function talkColumns(entries, order) {
       button(`${isGrouped(order) && groupOf(e).isOneTask && isUnderGroup(e, n, all) ? "" : `${e.task} `}#${e.index}`, () => read(e, true), { "data-key": keyOf(e) }),
       noteOf(e)?.star && el("span", { class: "star", title: "starred" }, " \u2605"), noteOf(e)?.text && el("span", { title: noteOf(e).text }, " \u270e")] },
     { name: "step", isDown: true, of: (e) => e.step, node: (e) => `${short(e.step)}${e.kind === "train" ? "" : ` ${e.kind}`}` },
-    ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => e.run.short }] : []),
+    ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => el("span", { title: e.run.name }, e.run.short) }] : []),
     ...(actors.length > 1 || entries.some((e) => e.seat) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
     { name: "reward", of: (e) => e.reward, node: (e) => shaded(el("span", { class: "reward" }, short(e.reward)), e.reward, ...(ranges.get(e.env) ?? [0, 0])) },
     { name: "advantage", title: "reward less the mean of its group", of: (e) => e.advantage, node: (e) => shaded(el("span", { class: "reward" }, e.advantage > 0 ? "+" : "", short(e.advantage)), e.advantage, -spread(e), spread(e)) },

@@ -134,7 +134,7 @@ function showTask(row) {
   const isSame = pair && before?.dataset.pair === pair; // New steps leave the differences that are read.
   const differences = isSame ? before : el("div", { id: "differences", "data-pair": pair }, el("p", { class: "soft" }, pair ? "reading" : "Check two attempts to see where their replies differ."));
   $("#task").replaceChildren(el("h2", {}, `${task} of ${env}`), el("p", { class: "facts" }, el("span", {}, "state ", el("b", { class: state }, state)), el("span", {}, `attempts ${short(all.length)}`)),
-    scored.length ? el("div", { class: "histogram" }, el("span", {}, short(high)), el("span", {}, short(low)), picture, el("span", { class: "x" }, `step ${short(x0)}`), el("span", { class: "x end" }, short(x1))) : "",
+    x1 > x0 ? el("div", { class: "histogram" }, el("span", {}, short(high)), el("span", {}, short(low)), picture, el("span", { class: "x" }, `step ${short(x0)}`), el("span", { class: "x end" }, short(x1))) : "",
     differences, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts" }, el("table", {}, el("thead", {}, el("tr", {}, ["", "step", "attempt", "reward", "reply"].map((name) => el(name ? "th" : "td", { scope: name ? "col" : undefined, class: /attempt|reply/.test(name) && "left" }, name)))), el("tbody", {}, rows))));
   if (pair && !isSame) compareReplies(compared, differences);
 }
