@@ -8,12 +8,13 @@ fi
 python="$venv/bin/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rl_core needs Python >= 3.11" >&2; exit 1; }
 
-# pip, or uv for a virtual environment that uv made without pip. Both print warnings and errors alone.
+# pip, or uv for a virtual environment that uv made without pip. Both print warnings and errors alone. Python compiles what
+# is imported.
 install() {
     if ! "$python" -m pip --version > /dev/null 2>&1 && command -v uv > /dev/null; then
         uv pip install --quiet --python "$python" "$@"
     else
-        "$python" -m pip install --quiet "$@"
+        "$python" -m pip install --quiet --no-compile "$@"
     fi
 }
 

