@@ -354,7 +354,7 @@ def test_a_lost_node_with_the_store_ends_the_other(start_nodes, tiny_model, sort
         "--data.train",
         sort_data / "few.jsonl",
         "--max_tokens 8 --max_prompt_tokens 16 --tasks_per_step 8 --num_steps 1000000",
-        "--timeout_s 20 --out",
+        "--timeout_s 10 --out",
         tmp_path / "run",
     )
     nodes = start_nodes(*flags)

@@ -399,7 +399,7 @@ def speaker(tiny_model, made_once) -> Path:
         ]
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         sft = (
-            "--algorithm sft --tasks_per_step 32 --num_steps 80 --optim.lr 3e-3 --optim.schedule "
+            "--algorithm sft --tasks_per_step 16 --num_steps 80 --optim.lr 3e-3 --optim.schedule "
             "cosine"
         )
         run(

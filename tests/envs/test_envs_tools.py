@@ -86,7 +86,7 @@ def warm(tiny_model, made_once):
         rows += [row(asked, rng.choice(moves)) for _ in letters[:300]]
         (out / "sft.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         sft = (
-            "--algorithm sft --max_tokens 300 --max_prompt_tokens 300 --tasks_per_step 32 "
+            "--algorithm sft --max_tokens 300 --max_prompt_tokens 300 --tasks_per_step 16 "
             "--num_steps 80 --optim.lr 4e-3"
         )
         run(
