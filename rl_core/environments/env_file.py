@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rl_core.data.env_names import env_path
@@ -110,6 +110,12 @@ def load_env(
     return env
 
 
+def own_functions(module: ModuleType) -> list[FunctionType]:
+    """The functions that a file defines."""
+    functions = filter(inspect.isfunction, vars(module).values())
+    return [function for function in functions if function.__module__ == module.__name__]
+
+
 def check_names(module: ModuleType, path: str) -> None:
     """Raises ValueError for misspelled hooks, settings of the wrong type, and a file without a hook
     that scores."""
@@ -152,9 +158,13 @@ def check_names(module: ModuleType, path: str) -> None:
                 "reward_model): return compute_score(data_source, completion, "
                 'reward_model["ground_truth"])'
             )
+        functions = [f for f in own_functions(module) if not f.__name__.startswith("_")]
+        names = " and ".join(f"{function.__name__}()" for function in functions)
+        arguments = [a for function in functions for a in inspect.signature(function).parameters]
+        hint = next((f"; {OF_PEERS[name]}" for name in arguments if name in OF_PEERS), "")
         raise ValueError(
-            f"{path}: defines no hook; it needs def reward_fn(messages, ...) or def "
-            "interact(messages)"
+            f"{path}: defines no hook{f', only {names}' if names else ''}; it needs def "
+            f"reward_fn(messages, ...) or def interact(messages){hint}"
         )
     if "agent" in has:
         for name in sorted(UNUSED_BY_AGENT & has.keys()):
@@ -220,26 +230,25 @@ def check_columns(
                     # Raises: a row without a prompt is rarely meant for these hooks.
                     make_task(row, index, env.name, split, location=source)
                 raise ValueError(
-                    f"{env.path}: {user} names {name!r}, which is neither one of its arguments "
-                    f"nor a column of {source}; {hint}"
+                    f"{env.path}: {user} asks for {name!r}; {source} has {', '.join(row)}"
+                    + (f"; {hint}" if hint else "")
                 )
 
 
 def column_hint(env: Env, name: str, ours: Collection[str], row: Row, is_file: bool) -> str:
-    """The columns of a row, and the flag that reads one by the name that a hook wants: the column
-    that is spelled most like it, or the only one that nothing else reads."""
+    """The argument or column that is spelled most like `name`, and the flag that reads a column by
+    the name that a hook wants: that one, or the only one that nothing else reads."""
     close = difflib.get_close_matches(name, sorted({*ours, *row}), n=1, cutoff=0.8)
     if close and close[0] in ours:
         return f"did you mean {close[0]!r}?"
-    known = f"its columns are {', '.join(row)}"
-    if close:
-        known = f"did you mean {close[0]!r}? {known[0].upper()}{known[1:]}"
+    meant = f"did you mean {close[0]!r}?" if close else ""
     if not is_file:
-        return known
+        return meant
     read = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS}.union(*(hook.named for hook in env.hooks.values()))
     free = [column for column in row if column not in read]
     column = near_name(name, free) or (free[0] if len(free) == 1 else "COLUMN")
-    return f"{known}; read one by --data.columns {name}={column}"
+    read = f"{'Read' if meant else 'read'} one by --data.columns {name}={column}"
+    return f"{meant} {read}".strip()
 
 
 def check_actors(env: Env, names: Sequence[str]) -> None:

@@ -280,21 +280,21 @@ def test_what_does_not_fit_beside_an_agent_is_refused(tmp_path, name):
 def test_columns_of_agents_and_their_rewards_are_checked(tmp_path):
     env = load_env(write(tmp_path, "async def agent(task, llm, question): pass" + REWARD))
     check_columns(env, [{"question": "x", "answer": "y"}])
-    with pytest.raises(ValueError, match="names 'question', which is neither"):
+    with pytest.raises(ValueError, match="asks for 'question'; "):
         check_columns(env, [{"answer": "y"}])
     for row, fix in (
         ({"prompt": "x", "answer": "y", "topic": "z"}, "question=topic"),
         ({"prompt": "x", "answer": "y", "a": "z", "b": "z"}, "question=COLUMN"),
         ({"prompt": "x", "answer": "y", "quest": "z", "b": "z"}, "question=quest"),
     ):
-        known = f"its columns are {', '.join(row)}; read one by --data.columns {fix}$"
+        known = f" has {', '.join(row)}; read one by --data.columns {fix}$"
         with pytest.raises(ValueError, match=known):
             check_columns(env, [row], files=[("x.jsonl", 1)])
-    with pytest.raises(ValueError, match="names 'answer', which is neither"):
+    with pytest.raises(ValueError, match="asks for 'answer'; "):
         check_columns(env, [{"question": "y"}])
     command = load_env(write(tmp_path, "agent = ['say', '{question} {{x}}']" + REWARD))
     check_columns(command, [{"question": "x", "answer": "y"}])
-    with pytest.raises(ValueError, match="names 'question', which is neither"):
+    with pytest.raises(ValueError, match="asks for 'question'; "):
         check_columns(command, [{"answer": "y"}])
 
 

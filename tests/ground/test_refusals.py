@@ -106,7 +106,7 @@ BAD_FILES = {
     "a column that no row has": (
         SCORES.replace("answer", "anwser"),
         ROW,
-        "env.py ... anwser ... did you mean 'answer'? Its columns are messages, answer; read one by "
+        "env.py ... 'anwser'; row 1 ... has messages, answer; did you mean 'answer'? Read one by "
         "--data.columns anwser=answer",
     ),
     "a misspelt prompt": (
@@ -129,13 +129,13 @@ BAD_FILES = {
     "a reward as TRL has": (
         "def reward_fn(prompts, completions, **kwargs): return [1.0] * len(completions)\n",
         ROW,
-        "names 'completions' ... TRL passes lists, rl_core one reply: a reward is called for one reply: def "
+        "asks for 'completions' ... TRL passes lists, rl_core one reply: a reward is called for one reply: def "
         "reward_fn(completion, prompt, answer) -> float",
     ),
     "a reward with verl's arguments": (
         "def reward_fn(data_source, solution_str, ground_truth): return 1.0\n",
         ROW,
-        "names 'solution_str' ... verl's solution_str is `completion`",
+        "asks for 'solution_str' ... verl's solution_str is `completion`",
     ),
     "does not run": ("x = 1 / 0\n", ROW, "env.py ... division by zero"),
     "rewards of NaN": (

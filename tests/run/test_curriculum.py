@@ -215,10 +215,10 @@ def test_two_ranks_draw_what_one_does(tiny_model, torchrun, tmp_path):
         ("def task_weight(): return None", "gave None; it must give a finite number of at least 0"),
         ("def task_weight(): return 'much'", "gave 'much'; it must"),
         ("def task_weight(): return float('nan')", "gave nan; it must"),
-        ("def task_weight(succes_rate): return 1", "names 'succes_rate', which is neither"),
+        ("def task_weight(succes_rate): return 1", "asks for 'succes_rate'; "),
         (
             "def task_weight(trajectory): return 1",
-            "names 'trajectory', which is neither one of its arguments nor a column",
+            "asks for 'trajectory'; ",
         ),
         ("async def task_weight(): return 1", "drop the async"),
         ("task_weight = 3", "task_weight = 3 must be a function"),

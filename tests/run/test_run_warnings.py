@@ -142,7 +142,8 @@ def test_what_goes_wrong_is_told_when_it_begins_and_once(rows, says, tmp_path):
 
 
 def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_path):
-    config = parse_config(words("--model m --env_path e.py --out o --group_size 4"))
+    flags = "--model m --env_path e.py --out o --group_size 4 --max_tokens 512"
+    config = parse_config(words(flags))
     both = [row(reward_mean=n, truncated_frac=0.5) for n in range(8)]
     both = [r | {name.replace("policy", "bob"): value for name, value in r.items()} for r in both]
     live = RunWarnings(config, tmp_path)
@@ -150,6 +151,8 @@ def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_
     assert [len(texts) for texts in texts_of_steps] == [0, 0, 0, 0, 1, 0, 0, 0]
     names = "rollout/policy/truncated_frac, rollout/bob/truncated_frac is 0.50 over 5 steps: "
     assert texts_of_steps[4][0].startswith(names)
+    assert "try --max_tokens 1024 (it is 512), " in texts_of_steps[4][0]
+    assert texts_of_steps[4][0].endswith(f": rl-core show {tmp_path}")
     before = live.file.read_text()
     assert [json.loads(line)["metric"] for line in before.splitlines()] == [
         "rollout/policy/truncated_frac", "rollout/bob/truncated_frac",

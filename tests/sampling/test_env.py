@@ -606,13 +606,13 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
 @pytest.mark.parametrize(
     "code, rows, match",
     [
-        ("def reward_fn(anwser): pass", [ROW], r"x\.py: reward_fn\(\) names 'anwser', .* row 1 of a\.jsonl; did you mean 'answ"),
+        ("def reward_fn(anwser): pass", [ROW], r"x\.py: reward_fn\(\) asks for 'anwser'; row 1 of a\.jsonl has .*; did you mean 'answ"),
         ("def reward_fn(answer): pass", [ROW, ROW, {"messages": []}], r"row 3 of a\.jsonl"),
         ("def reward_fn(state): pass", [ROW], r"it needs start\(task\)"),
-        ("def start(completion): pass\ndef reward_fn(): pass", [ROW], r"start\(\) names 'completion'"),
-        ("def reward_fn(trajectories): pass", [ROW], r"reward_fn\(\) names 'trajectories'"),
+        ("def start(completion): pass\ndef reward_fn(): pass", [ROW], r"start\(\) asks for 'completion'"),
+        ("def reward_fn(trajectories): pass", [ROW], r"reward_fn\(\) asks for 'trajectories'"),
         ("system_prompts = {'bob': '{{ anwser }}'}\ndef reward_fn(): pass", [ROW],
-         r"system_prompts\['bob'\] names 'anwser'"),
+         r"system_prompts\['bob'\] asks for 'anwser'"),
     ],
 )  # fmt: skip
 def test_an_argument_that_is_neither_ours_nor_a_column_of_every_row_is_refused(
@@ -648,6 +648,7 @@ GOOD = "def reward_fn(): return 1\n"
         (GOOD + "def load_task(split): pass", "did you mean 'load_tasks'"),
         (GOOD + "system_prompt = 'x'", "did you mean 'system_prompts'"),
         ("x = 1", r"defines no hook; it needs def reward_fn\(messages, \.\.\.\)"),
+        ("def scored(prompts, completions, **kwargs): pass", r"no hook, only scored\(\); .* TRL passes lists"),
         ("reward_fn = 1", "reward_fn = 1 must be a function"),
         ("reward_fn = [len]", "mark each of several functions with @reward"),
         (GOOD + "max_turns = 0", "max_turns = 0 must be a whole number of at least 1"),

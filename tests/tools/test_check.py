@@ -198,8 +198,8 @@ def test_a_column_that_is_missing_is_refused(check):
         def load_tasks(split): return [{"prompt": "go", "answer": "7"}]
         def reward_fn(completion, anser): return 1.0
     """)
-    assert status == 1 and "names 'anser'" in error
-    assert "did you mean 'answer'? Its columns are prompt, answer" in error
+    assert status == 1 and "asks for 'anser'" in error
+    assert "has prompt, answer; did you mean 'answer'?" in error
 
 
 def test_check_of_several_actors(check):

@@ -286,14 +286,14 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     )
     refused(
         ValueError,
-        "names 'completions', .*; TRL passes lists, rl_core one reply: a reward is called for one reply",
+        "asks for 'completions'; .*; TRL passes lists, rl_core one reply: a reward is called for one reply",
         config_of("a"),
         env=lambda prompts, completions, **columns: [0.0],
         data=ROWS,
     )
     refused(
         ValueError,
-        "names 'answer', which is neither",
+        "asks for 'answer'; ",
         config_of("a"),
         env=lambda answer: 0.0,
         data=ROWS,
@@ -304,7 +304,7 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     )
     refused(
         ValueError,
-        r"^wants\(\) names 'solution', .* column of row 1 of data",
+        r"^wants\(\) asks for 'solution'; row 1 of data",
         config_of("a"),
         env=wants,
         data=ROWS,

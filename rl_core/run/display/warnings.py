@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,8 @@ class Rule:
     metric: str  # regular expression of the metric's name
     num_steps: int  # number of last steps whose values are judged
     holds: Callable[[list[float], RunWarnings, str], bool]
-    text: str  # follows the metric's name; {value} is the mean
+    # Follows the metric's name; {value} is the mean, {more} a larger --max_tokens.
+    text: str
 
 
 CONSTANT = (
@@ -108,8 +110,8 @@ RULES = (
         1,
         is_most_of_first_step,
         "is {value:.2f} in the first step: most turns are cut off in the middle. After such a turn "
-        "no hook answers, and the reward is for the episode so far; try a larger --max_tokens, or "
-        "truncated_reward in the environment, and read some replies (rl-core show)",
+        "no hook answers, and the reward is for the episode so far; try {more}, or "
+        "truncated_reward in the environment, and read some replies: {show}",
     ),
     Rule(
         "truncated",
@@ -117,9 +119,8 @@ RULES = (
         SHORT,
         is_often_truncated,
         f"is {{value:.2f}} over {SHORT} steps: these episodes hit a length limit before they "
-        "ended; try a larger --max_tokens, --max_turns or a --sampling.stop, "
-        "--algo.truncation_penalty soft, "
-        "and read some replies (rl-core show)",
+        "ended; try {more}, --max_turns or a --sampling.stop, --algo.truncation_penalty soft, "
+        "and read some replies: {show}",
     ),
     Rule(
         "overridden",
@@ -251,13 +252,16 @@ class RunWarnings:
             if WATCHED.fullmatch(name) and value is not None and math.isfinite(value):
                 self.history.setdefault(name, []).append(value)
                 watched.append(name)
+        tokens = self.config.max_tokens
+        more = f"--max_tokens {2 * tokens} (it is {tokens})"
+        show = f"rl-core show {shlex.quote(str(self.file.parent))}"
         began = []
         for rule in RULES:
             for name in filter(re.compile(rule.metric).fullmatch, watched):
                 last = self.history[name][-rule.num_steps :]
                 if len(last) < rule.num_steps or not rule.holds(last, self, name):
                     continue
-                text = f"{name} {rule.text.format(value=fmean(last))}"
+                text = f"{name} {rule.text.format(value=fmean(last), more=more, show=show)}"
                 if (rule.kind, name) not in self.now:
                     began.append({"kind": rule.kind, "metric": name, "text": text})
                 self.now[rule.kind, name] = step, text
