@@ -173,7 +173,7 @@ def warm(tiny_model, made_once):
                 rows.append({"messages": [*asked, {"role": "assistant", "content": reply}]})
         (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
         flags = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
-        flags += "--num_steps 60 --optim.lr 4e-3 --data.train"
+        flags += "--num_steps 40 --optim.lr 4e-3 --data.train"
         run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
 
     return made_once("warm_desk", make) / "run/hf/policy"
