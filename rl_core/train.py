@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
     ranks: Ranks | None = None
+    out: Path | None = None
     try:
         argv = sys.argv[1:] if argv is None else argv
         from rl_core.tools.help import print_help
@@ -74,9 +75,10 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
 
                 check_ranks_agree(plan, ranks)
             with (
-                locked(Path(config.out)) if ranks.is_writer else nullcontext(),
-                keeping_failure(Path(config.out), ranks.is_writer),
+                locked(config.folder) if ranks.is_writer else nullcontext(),
+                keeping_failure(config.folder, ranks.is_writer),
             ):
+                out = config.folder
                 if ranks.is_engine:
                     from rl_core.engines.engine_ranks import make_engine_rank
 
@@ -92,7 +94,7 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        report_failure(error, ranks)
+        report_failure(error, ranks, out)
         return 1
 
 

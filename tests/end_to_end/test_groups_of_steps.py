@@ -124,6 +124,8 @@ def test_where_all_fail_the_run_stops_and_what_was_said_is_in_its_folder(run):
     assert (
         status == 1 and "8 of 8 episodes of step 1 failed" in output and "it was to fail" in output
     )
+    hint = f"{out}/failure.txt has the traceback; mend the cause, and give the same command with --resume"
+    assert hint in output
     first, _, *traced = (out / "failure.txt").read_text().splitlines()
     assert first.startswith("RunError: ") and "8 of 8 episodes of step 1 failed" in first
     assert "Traceback" in traced[0]

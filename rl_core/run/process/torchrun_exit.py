@@ -27,14 +27,21 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def report_failure(error: Exception, ranks: Ranks | None) -> None:
+def report_failure(error: Exception, ranks: Ranks | None, out: Path | None = None) -> None:
     """Prints the error in one line, after the traceback if it is not the user's error, and stores
     it for torchrun's summary, which torchrun prints last. Only the first rank that fails knows the
-    cause."""
+    cause. `out`: the folder of a run that has begun; a line before the error says how to continue
+    it."""
     if not is_first_to_fail(ranks):
         return
     if os.environ.get("RL_CORE_DEBUG") or not isinstance(error, (ValueError, OSError, RunError)):
         traceback.print_exception(error)
+    if out and "--resume" not in str(error):
+        print(
+            f"{out}/failure.txt has the traceback; mend the cause, and give the same command with "
+            "--resume, or with another --out",
+            file=sys.stderr,
+        )
     text = f"error: {' '.join(str(error).split())}"
     print(text, file=sys.stderr, flush=True)
     with suppress(LookupError, OSError):  # Not started by torchrun.
