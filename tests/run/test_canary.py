@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit import metrics
 
-from rl_core.engines import embedded, kv_slots
+from rl_core.engines import kv_slots, weights
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.models import policy
 from rl_core.train import main
@@ -71,13 +71,13 @@ def test_the_engine_of_each_of_two_ranks_agrees_with_the_sharded_learner(
 def test_a_tensor_of_the_engine_that_is_not_the_learners_stops_the_run(
     arch, weight, make_model, tmp_path, monkeypatch, capsys
 ):
-    tiny_model, load = make_model(arch), embedded.load_weights
+    tiny_model, load = make_model(arch), weights.load_weights
 
     def load_all_but_a_part(model, named_weights):
         load(model, named_weights)
         model.get_parameter(weight).data[0] += 1.0
 
-    monkeypatch.setattr(embedded, "load_weights", load_all_but_a_part)
+    monkeypatch.setattr(weights, "load_weights", load_all_but_a_part)
     assert main(flags_of(tiny_model, tmp_path / "run", *COPY)) == 1
     printed = capsys.readouterr().err
     assert "allows 0.001\n" in printed and not metrics_of(tmp_path / "run")
@@ -130,15 +130,15 @@ def test_an_update_that_did_not_arrive_is_found_the_last_one_too(
 
 BREAK = """
 import os, sys
-from rl_core.engines import embedded
+from rl_core.engines import weights
 from rl_core.train import main
-load, calls = embedded.load_weights, []
+load, calls = weights.load_weights, []
 def broken(model, named_weights):
     load(model, named_weights)
     calls.append(model)
     if os.environ["RANK"] == "{rank}" and len(calls) == {call}:
         model.get_parameter("{tensor}").data[0] += 1.0
-embedded.load_weights = broken
+weights.load_weights = broken
 status = main(sys.argv[1:])
 os.write(1, f"rank {{os.environ['RANK']}} ended with {{status}}\\n".encode())
 # A rank that ended with an error would have torchrun kill the others before they can say the same.
