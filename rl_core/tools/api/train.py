@@ -154,8 +154,9 @@ def train(
     from rl_core.tools.api.custom_components import custom_components
 
     stop = threading.Event()
-    made = [*plugins, step_callback(on_step, stop)]
-    custom = custom_components(config, loss, optimizer, engine, made)
+    custom = custom_components(config, loss, optimizer, engine, plugins)
+    # Errors of on_step are raised as they are.
+    custom = replace(custom, plugins=(*custom.plugins, step_callback(on_step, stop)))
     # A thread has no event loop yet, unlike the caller in a notebook.
     with ThreadPoolExecutor(1, "rl_core") as pool:
         running = pool.submit(run_here, config, environments, custom)
