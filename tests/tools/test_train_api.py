@@ -329,9 +329,10 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     refused(ValueError, "nproc=0 must be at least 1", config_of("a"), env=len_of, nproc=0)
     refused(
         ValueError,
-        "plugins has 'Mine', which has none",
-        config_of("a"),
+        "plugins has 'Mine', which has no hook",
+        config_of("d"),
         env=len_of,
+        data=ROWS,
         plugins=["Mine"],
     )
     heavy = Environment(len_of, name="a", data=ROWS, weight="x")
