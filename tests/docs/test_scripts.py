@@ -363,9 +363,9 @@ def install(tmp_path):
     return run
 
 
-OURS = "-m pip install --quiet -e .[api]"
+OURS = "-m pip install --quiet --no-compile -e .[api]"
 BY_UV = [
-    "-m pip install --quiet uv",
+    "-m pip install --quiet --no-compile uv",
     "-m uv pip install --quiet --python python --torch-backend cpu torch==2.13.0",
 ]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has builds for CUDA")
@@ -381,7 +381,7 @@ def test_without_a_gpu_torch_is_the_build_for_cpus_and_its_size_is_told(install)
 @on_linux
 def test_where_builds_for_cpus_are_not_reached_torch_is_what_is_at_hand(install):
     output, asked = install(reaches_cpu_builds=False)
-    assert asked == [*BY_UV, "-m pip install --quiet torch==2.13.0", OURS]
+    assert asked == [*BY_UV, "-m pip install --quiet --no-compile torch==2.13.0", OURS]
     assert (
         "not reached: torch from the usual index, which may be the build for CUDA, 2 to 5 GB"
         in output

@@ -406,8 +406,9 @@ def test_a_rewound_conversation_prefills_what_comes_after_the_turn(tiny_model):
 
     async def talk():
         reply = await actor.respond("how much is 1 + 2, and why? " * 4)
+        first = reply.snapshot()
         await reply.respond("and 3 + 4?")
-        branch, before = reply.at(1), engine.stats["prefill_tokens"]
+        branch, before = reply.fork(first), engine.stats["prefill_tokens"]
         return await branch.respond("and 5 + 6?"), engine.stats["prefill_tokens"] - before
 
     branch, num_new = asyncio.run(talk())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit import answer, make_skeleton, of_ranks
+from make_tiny_model import make_tiny_model
 from models_table import make_family
 from safetensors.torch import load_file, save_file
 from test_experts import family  # noqa: F401
@@ -24,7 +25,6 @@ from rl_core.learners import make_policy
 from rl_core.models import loading
 from rl_core.models.parallel.fsdp import fused_later
 from rl_core.run.saving.checkpoint import export_policy
-from rl_core.tools.tiny_model import make_tiny_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
 KINDS = ("dp 2", "hsdp 2", "lora", "scores", "offload")
