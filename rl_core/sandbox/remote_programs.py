@@ -30,8 +30,8 @@ from rl_core.scratch import scratch_prefix
 
 IMAGE = "python:3.12"  # With g++ and libseccomp.
 MAX_BOXES = 8  # Boxes of programs of one process.
-MODULES = "checker engines isolation job judging pool programs_main pytest_files runner sandbox "
-MODULES += "values zygote"
+MODULES = "checker engines isolation job judging pool programs_main pytest_files run_flags runner "
+MODULES += "sandbox values zygote"
 CODE = "/rl_core/code"
 BEGIN = f"import sys; sys.path[0] = {CODE!r}; from rl_core.sandbox.programs_main import main; "
 BEGIN += "main(sys.argv[1])"
@@ -152,9 +152,10 @@ async def prepare(box: RemoteBox) -> None:
 def copy_code(folder: Path) -> None:
     package = folder / "rl_core/sandbox"
     package.mkdir(parents=True)
-    for name in ("__init__", *MODULES.split()):
+    for name in MODULES.split():
         shutil.copy(Path(__file__).with_name(f"{name}.py"), package)
-    (folder / "rl_core/__init__.py").touch()
+    for inner in (package.parent, package):
+        (inner / "__init__.py").touch()
     shutil.copy(filter_source(), folder)
 
 

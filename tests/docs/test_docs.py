@@ -217,7 +217,7 @@ def test_what_other_trainers_flags_become_are_flags_and_values_of_ours():
         for theirs, ours, *_ in rows:
             section = ""
             for span in re.findall("`([^`]+)`", ours):
-                name, _, value = span.removeprefix("--").partition(" ")
+                name, _, value = span.removeprefix("--").partition(" (")[0].partition(" ")
                 name = section + name if span.startswith(".") else name
                 section = name.rpartition(".")[0]
                 if name in OTHERS["torchrun"].split():

@@ -153,10 +153,13 @@ def without_largest_top_k(config: Config) -> Config:
 def check_resumed(config: Config) -> None:
     """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints belong
     to an algorithm with other data or another critic, or have more steps than
-    --num_steps."""
-    from rl_core.run.saving.checkpoint import checkpoints_in
+    --num_steps, or best.json is damaged."""
+    from rl_core.run.saving.checkpoint import checkpoints_in, read_object
 
     out = config.folder
+    best = out / "best/best.json"
+    if config.keep_best and best.is_file():
+        read_object(best)
     checkpoints = checkpoints_in(out / "checkpoints")
     if not checkpoints or not (out / "config.yaml").is_file():
         return
