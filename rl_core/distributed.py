@@ -64,8 +64,8 @@ class Mesh:
         return self.dp_replicate * self.num_shards
 
 
-# Names of numbers that all ranks share: a signal of a rank that plays no episodes, and the signal
-# that ended the run.
+# Names of numbers that all ranks share: a signal that a rank received, and the signal that ended
+# the run.
 SIGNAL_RECEIVED, ENDED_BY_SIGNAL = "signal_received", "ended_by_signal"
 MESH_FLAGS = ("dp_replicate", "cp", "tp", "rollout_ranks")
 

@@ -89,6 +89,9 @@ class Plugin:
         """Called once models and engines exist. `state`: state of the checkpoint, or of a new
         run."""
 
+    async def before_start(self) -> None:
+        """Called when engines have the learners' weights, before any plugin's start()."""
+
     async def start(self) -> None:
         """Called before the first step, when engines have the learners' weights."""
 

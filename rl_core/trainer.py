@@ -129,7 +129,9 @@ class Trainer:
             async with self.actors[name].learning():
                 await self.sync(name, self.step)
         await self.resume()
-        # Evaluation evaluates the initial weights, and Signals begins to catch signals.
+        # SignalHandler installs its handlers.
+        await self.call("before_start")
+        # Evaluation evaluates the initial weights, and a signal meanwhile ends the run.
         await self.call("start")
 
     async def train_step(self) -> dict[str, float]:

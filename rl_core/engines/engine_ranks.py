@@ -63,7 +63,7 @@ class EngineRank(ServingRank):
 
     async def fit(self) -> None:
         """Runs until the learners send stop."""
-        await self.signal_handler.start()
+        await self.signal_handler.before_start()
         await self.server.serve()
 
 
@@ -95,7 +95,7 @@ class RankGroupTrainer(ServingRank):
 
     async def fit(self) -> None:
         """Serves until the run ends. Raises errors of learning, which clients already received."""
-        await self.signal_handler.start()
+        await self.signal_handler.before_start()
         for learner in self.learners.values():
             learner.leave_device()
         await self.device.begin()

@@ -124,8 +124,8 @@ def evaluation_plugins(trainer: RunState) -> Iterator[Plugin]:
 
 
 def last_plugins(trainer: RunState) -> Iterator[Plugin]:
-    """Called after a script's plugins: evaluations end before signals are caught, and a checkpoint
-    has the state of all plugins."""
+    """Called after a script's plugins: evaluations end before a signal ends the run, and a
+    checkpoint has the state of all plugins."""
     from rl_core.run.failure_limit import FailureLimit
     from rl_core.run.saving.checkpointer import Checkpointer
 

@@ -112,7 +112,8 @@ class RunLog:
         for name, value in values.items():
             if not name.startswith("keep/"):
                 line[name] = value if math.isfinite(value) else None  # JSON has no NaN or infinity.
-        if self.ranks.is_writer:
+        # An interrupted evaluation has flags alone.
+        if self.ranks.is_writer and len(line) > 1:
             with naming(self.path), open(self.path, "a") as file:
                 file.write(json.dumps(line) + "\n")
         return values

@@ -51,6 +51,10 @@ class Meeting(Protocol):
     async def meet(self) -> bool: ...
 
 
+class Interrupted(Exception):
+    """Raised by RolloutWorker.collect() on all ranks once one of them is interrupted."""
+
+
 class EpisodeRunner:
     """Runs the episodes of groups. An error in an episode gives a failed trajectory with its
     reason."""
@@ -343,17 +347,25 @@ class RolloutWorker:
         self._count(f"finished/{group.label}", 1)
         self._fill()
 
-    async def collect(self, num_groups: int, oldest: int = -1, label: str = "") -> list[Group]:
+    async def collect(
+        self,
+        num_groups: int,
+        oldest: int = -1,
+        label: str = "",
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
         """This rank's share of the `num_groups` oldest complete groups with this label over all
         ranks. Also waits for each group of policy version `oldest` or older, which would be too
         stale for the next step. A collective: every rank must call it. Raises RunError if an engine
-        fails for good or other ranks hang."""
+        fails for good or other ranks hang. Once is_interrupted(), cancels groups of this label
+        that are not complete and raises Interrupted on all ranks. is_interrupted() must become true
+        on all ranks, and stay true."""
         # Imported here because it imports torch, which rl-core check does not need.
         from rl_core.distributed import all_gather_json
 
         while True:
             await self._wait_for_due(num_groups, oldest, label)
-            await self._wait_for_ranks(num_groups, label)
+            await self._wait_for_ranks(num_groups, label, is_interrupted)
             if self.meeting is None or not await self.meeting.meet():
                 break
         complete = []
@@ -363,6 +375,9 @@ class RolloutWorker:
         oldest_first = []
         for complete_on_rank in all_gather_json(complete, self.ranks):
             oldest_first += map(tuple, complete_on_rank)
+        if len(oldest_first) < num_groups:
+            await self._cancel(label)
+            raise Interrupted(label)
         oldest_first.sort()
         keys = [(label, number) for _, number in oldest_first[:num_groups]]
         collected = {key: self.pending.pop(key) for key in keys}
@@ -402,14 +417,28 @@ class RolloutWorker:
     def _is_called(self) -> bool:
         return self.meeting is not None and self.meeting.is_wanted
 
-    async def _wait_for_ranks(self, num_groups: int, label: str) -> None:
+    async def _cancel(self, label: str) -> None:
+        """Cancels all groups of this label."""
+        self.pending = {key: group for key, group in self.pending.items() if key[0] != label}
+        self.done = [key for key in self.done if key[0] != label]
+        cancelled = [task for key, task in self.running.items() if key[0] == label]
+        self.running = {key: task for key, task in self.running.items() if key[0] != label}
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+
+    async def _wait_for_ranks(
+        self, num_groups: int, label: str, is_interrupted: Callable[[], bool]
+    ) -> None:
         """Waits until all ranks are here and num_groups are complete, or until a rank calls for the
-        meeting."""
+        meeting or is interrupted."""
         here = f"collect/{self.num_collects}"
         self.num_collects += 1
         num_here, num_ready = self._count(here, 1), self.num_ready(label)
         until = time.monotonic() + self.timeout_s
-        while num_here < self.ranks.size or (num_ready < num_groups and not self._is_called()):
+        while num_here < self.ranks.size or (
+            num_ready < num_groups and not self._is_called() and not is_interrupted()
+        ):
             # One store answers all ranks.
             await self._wait(POLL_S * max(1, self.ranks.size // 32))
             before = num_ready

@@ -34,6 +34,12 @@ TO_ALL = (
     "mark.touch(); [os.kill(int(p), 15) for p in "
     "Path(f'/proc/{parent}/task/{parent}/children').read_text().split()]"
 )
+# To the other ranks, or to the only one, while an episode waits.
+WAITS = (
+    "mark.touch(); [os.kill(int(p), 15) for p in "
+    "Path(f'/proc/{parent}/task/{parent}/children').read_text().split() "
+    "if os.environ['WORLD_SIZE'] == '1' or int(p) != os.getpid()]; await asyncio.sleep(1000)"
+)
 TO_ONE = "os.environ['RANK'] == '1' and (mark.touch(), os.kill(os.getpid(), 15))"
 
 
@@ -85,17 +91,24 @@ def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(
     assert not more.startswith("--eval") or (evaluated in then and evaluated not in ended.stdout)
 
 
-def test_a_signal_in_an_evaluation_ends_the_run_before_another_step(flags_of, tmp_path):
-    # One in each step of 16 episodes, and after it in an evaluation of 8.
-    code = "mark.touch(); os.kill(os.getpid(), 15)"
-    evaluated = words("--eval_every 1 --eval.samples 0 --out", tmp_path / "run", "--resume")
-    arguments = ["-m", "rl_core.train", *flags_of(code), *evaluated]
+# 8 calls are in the evaluation before the first step, 16 in the step, and 8 in the one after it.
+@pytest.mark.parametrize("num_ranks, call, step", [(1, 2, 0), (2, 2, 0), (1, 26, 1)])
+def test_a_signal_interrupts_an_evaluation(num_ranks, call, step, flags_of, tmp_path):
+    evaluated = "--eval_every 1 --eval.samples 0 --num_steps 1 --resume --out"
+    flags = words(flags_of(WAITS), evaluated)
     env = tmp_path / "env.py"
-    # 8 calls before the first step, 16 in it, and the 25th call is in the evaluation after it.
-    env.write_text(env.read_text().replace(">= 20", ">= 26"))
-    ended = run_ranks(1, *arguments, check=False)
+    env.write_text(env.read_text().replace(">= 20", f">= {call}"))
+    arguments = ["-m", "rl_core.train", *flags, str(tmp_path / "run")]
+    ended = run_ranks(num_ranks, *arguments, check=False)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert steps(tmp_path / "run")[-1]["step"] == 1 and "saved step 1" in ended.stdout
+    assert f"eval at step {step} interrupted" in ended.stdout and "resume: " in ended.stdout
+    assert ("saved step 1" in ended.stdout) == (step == 1)
+    run_ranks(num_ranks, *arguments)
+    # The mark is there: no signal comes.
+    run_ranks(num_ranks, *arguments[:-1], str(tmp_path / "whole"))
+    # Ranks share the groups differently in each run, and sums differ in the last digit.
+    expected = lasting(metrics(tmp_path / "whole"))
+    assert lasting(metrics(tmp_path / "run")) == [pytest.approx(row, rel=1e-5) for row in expected]
 
 
 def test_ctrl_c_twice_ends_at_once(flags_of, tmp_path):

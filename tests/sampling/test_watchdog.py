@@ -171,7 +171,7 @@ from rl_core.run.process.signals import SignalHandler
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 ranks = Ranks(rank=0, size=2, device=torch.device("cpu"))
 handler = SignalHandler(SimpleNamespace(ranks=ranks))
-asyncio.run(handler.start())
+asyncio.run(handler.before_start())
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.5)
 asyncio.run(handler.close())

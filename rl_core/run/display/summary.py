@@ -34,7 +34,8 @@ def print_summary(trainer: RunState) -> None:
     for line in before_and_after(list(read_json(file)) if file.exists() else []):
         say(f"  {line}")
     say(f"  look at it: rl-core view {shlex.quote(str(trainer.out))}")
-    if done < config.num_steps:
+    # A signal in the last step leaves its evaluation to the resumed run.
+    if done < config.num_steps or (trainer.signal and config.eval_every):
         is_command = not trainer.plan.custom.is_script
         again = "the same command with --resume"
         say(f"  resume: {again if is_command else 'train() again, with Config(resume=True)'}")

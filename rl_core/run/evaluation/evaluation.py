@@ -10,13 +10,14 @@ import torch
 
 from rl_core.config import Config
 from rl_core.data.episodes import succeeded
+from rl_core.distributed import SIGNAL_RECEIVED
 from rl_core.learning.learner import Learner, mean_of
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.evaluation.episode_metrics import held_out_metrics, num_failed, part_metrics
 from rl_core.sampling.groups import make_group
-from rl_core.sampling.rollout import sorted_trajectories
+from rl_core.sampling.rollout import Interrupted, sorted_trajectories
 from rl_core.types import JSONObject, Task, Trajectory
 
 # Pattern of the metrics that are printed. metrics.jsonl has all.
@@ -50,9 +51,23 @@ class Evaluation(Plugin):
             await self.evaluate(step)
 
     async def evaluate(self, step: int) -> None:
-        trainer, config = self.trainer, self.trainer.config.eval
-        self.is_left = True  # Stays if too many episodes fail.
+        trainer = self.trainer
+        self.is_left = True  # Stays if too many episodes fail, or after a signal.
         trainer.metrics.clear()
+        try:
+            await self.evaluate_sets(step)
+        except Interrupted:
+            trainer.metrics.clear()
+            trainer.log_metrics()  # All ranks learn the signal.
+            trainer.log.say(f"eval at step {step} interrupted")
+            return
+        metrics = trainer.log_metrics()
+        self.show(step, metrics)
+        self.is_left = False
+        await trainer.call("after_evaluation", step, metrics)
+
+    async def evaluate_sets(self, step: int) -> None:
+        trainer, config = self.trainer, self.trainer.config.eval
         with trainer.timed("eval"):
             for name, source in trainer.plan.eval.items():
                 tasks = list(islice(source, config.num_tasks or None))
@@ -65,10 +80,6 @@ class Evaluation(Plugin):
                 if count := config.samples:
                     sampling = config.sampling
                     await self.evaluate_tasks(step, name, tasks, "sampled", count, {**sampling})
-        metrics = trainer.log_metrics()
-        self.show(step, metrics)
-        self.is_left = False
-        await trainer.call("after_evaluation", step, metrics)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Prints the scores. Fewer rewards may reach --eval.pass_reward while their mean rises."""
@@ -80,6 +91,10 @@ class Evaluation(Plugin):
                 about = f"  (pass: reward >= {self.trainer.config.eval.pass_reward:g})"
         shown[-1] += about
         self.trainer.log.say("  ".join(shown))
+
+    def has_signal(self) -> bool:
+        """True once any rank received a signal."""
+        return self.trainer.ranks.number(SIGNAL_RECEIVED) > 0
 
     async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
         trainer, dataset = self.trainer, self.trainer.plan.sft_dataset
@@ -102,7 +117,8 @@ class Evaluation(Plugin):
         count: int,
         sampling: dict[str, float],
     ) -> None:
-        """Plays `count` episodes of each task and records their metrics."""
+        """Plays `count` episodes of each task and records their metrics. Raises Interrupted on all
+        ranks if one of them received a signal."""
         trainer, config = self.trainer, self.trainer.config
         name = f"eval/{step:06d}/{label}"
         if len(trainer.plan.eval) > 1:
@@ -114,7 +130,8 @@ class Evaluation(Plugin):
                 make_group(config, task, sampling, number=number, position=number, **common)
             )
         trainer.worker.submit(groups)
-        played = sorted_trajectories(await trainer.worker.collect(len(groups), label=name))
+        collecting = trainer.worker.collect(len(groups), label=name, is_interrupted=self.has_signal)
+        played = sorted_trajectories(await collecting)
         await trainer.call("on_episodes", step, name, played)
         trainer.add_metrics("", task_metrics(config, source, label, count, played))
 

@@ -1,7 +1,8 @@
-"""Ends a run on a signal, once its step is done and saved.
+"""Ends a run on a signal, once its step is done and saved. An evaluation ends at once.
 
 Each rank reduces its signal with the step's metrics, so that all ranks decide the same without
-another collective. A rank that plays no episodes leaves its signal in the store of all ranks.
+another collective. The store of all ranks has the signal too: of ranks that play no episodes, and
+for evaluations, which look there while they wait.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class SignalHandler(Plugin):
         self.before: dict[int, Callable | int | signal.Handlers | None] = {}
         self.sees_others = False
 
-    async def start(self) -> None:
+    async def before_start(self) -> None:
         """Installs handlers: a signal ends the run after the step. Two signals, one of them
         Ctrl-C, kill this process."""
         # False if each rank has a separate parent, such as a wrapper.
@@ -40,12 +41,18 @@ class SignalHandler(Plugin):
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
+    async def start(self) -> None:
+        self._end_after_signal()  # It came in the evaluation of the initial weights.
+
     def reduced_flags(self) -> dict[str, Metric]:
         ranks = self.trainer.ranks
         received = self.received or (ranks.is_writer and ranks.number(SIGNAL_RECEIVED))
         return {"signal": Max(received)}
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._end_after_signal()
+
+    def _end_after_signal(self) -> None:
         if number := self.trainer.signal:
             name = signal.Signals(number).name
             if self.trainer.ranks.is_writer:
@@ -69,10 +76,9 @@ class SignalHandler(Plugin):
             again = " again" if number == signal.SIGINT else ""
             text = f"\n{name}: saves when this step is done, and ends; Ctrl-C{again} ends at once\n"
             os.write(2, text.encode())
-        if self.trainer.ranks.is_engine:
-            # In a thread, since the store may be in use by the code that the signal interrupted.
-            write, entry = self.trainer.ranks.set_number, (SIGNAL_RECEIVED, number)
-            threading.Thread(target=write, args=entry, daemon=True).start()
+        # In a thread, since the store may be in use by the code that the signal interrupted.
+        write, entry = self.trainer.ranks.set_number, (SIGNAL_RECEIVED, number)
+        threading.Thread(target=write, args=entry, daemon=True).start()
         if self.sees_others:
             threading.Thread(target=self._watch, daemon=True).start()
 
