@@ -272,7 +272,10 @@ def test_a_run_that_a_signal_ended_says_how_it_goes_on(
     )
     assert main(flags_of(f"1.0 if {once} else 1.0", "--num_steps 40")) == 128 + number
     out, errors = capfd.readouterr()
-    assert f"{name}: saves when this step is done, and ends; {at_once} ends at once\n" in errors
+    assert (
+        f"{name}: saves when this step is done, and ends; {at_once} ends at once, without saving\n"
+        in errors
+    )
     printed = out.splitlines()
     assert re.fullmatch(rf"ended by {name}: step 1 of 40 in \d+:\d\d:\d\d", printed[-3])
     assert printed[-1] == "  resume: the same command with --resume"

@@ -74,7 +74,8 @@ class SignalHandler(Plugin):
         if self.trainer.ranks.is_writer:
             name = signal.Signals(number).name
             again = " again" if number == signal.SIGINT else ""
-            text = f"\n{name}: saves when this step is done, and ends; Ctrl-C{again} ends at once\n"
+            text = f"\n{name}: saves when this step is done, and ends; "
+            text += f"Ctrl-C{again} ends at once, without saving\n"
             os.write(2, text.encode())
         # In a thread, since the store may be in use by the code that the signal interrupted.
         write, entry = self.trainer.ranks.set_number, (SIGNAL_RECEIVED, number)
