@@ -15,6 +15,7 @@ from test_runs import RL, assert_same_weights, lasting
 
 from rl_core import Config
 from rl_core.distributed import init_ranks
+from rl_core.metrics import Mean
 from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.checkpointer import BestKeeper
 from rl_core.train import main
@@ -222,4 +223,4 @@ def test_a_full_disk_is_named_where_metrics_do_not_fit(tmp_path):
     with pytest.raises(
         OSError, match=f"{tmp_path}/metrics.jsonl: No space left on device; make room there"
     ):
-        log.write(1, {})
+        log.write(1, {"learn/loss": Mean(1.0)})
