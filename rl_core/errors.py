@@ -20,6 +20,11 @@ def printable(text: str, also: str = "") -> str:
     return "".join(c if c.isprintable() or c in also else repr(c)[1:-1] for c in text)
 
 
+def counted(n: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`"""
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
 def keep_ends(text: str, most: int) -> str:
     """The text without its middle if it has more than `most` characters: the first line says what
     was done, and an exception stands at the end."""

@@ -61,6 +61,7 @@ class Trainer:
         self.out = Path(config.out)
         self.began_at = self.phase_began = time.monotonic()
         self.phase = "start"
+        self.phase_s: dict[str, float] = {}  # Phase -> duration when it last ended.
         for endpoint in plan.endpoints.values():
             endpoint.ping()
         self.plugins = make_plugins(self)
@@ -140,7 +141,7 @@ class Trainer:
         self.metrics = {}
         await self.call("before_step", step)
         with self.timed("step"):
-            with self.timed("generate"):
+            with self.timed("generate" if self.config.is_rl else "rows"):
                 samples = await self.sample()
             await self.call("on_samples", step, samples)
             for name in self.learners:
@@ -270,8 +271,8 @@ class Trainer:
 
     @contextmanager
     def timed(self, phase: str):
-        began = time.monotonic()
-        self.begin_phase(phase)
+        began = self.phase_began = time.monotonic()
+        self.phase = phase
         waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
         with waiting, torch.profiler.record_function(phase):
             yield
@@ -283,10 +284,8 @@ class Trainer:
         name = f"time/{phase}_s"
         # Times of several actors in one step add up.
         count = 0.0 if name in self.metrics else 1.0
-        self.add_metrics("", {name: Mean(time.monotonic() - began, count)})
-
-    def begin_phase(self, phase: str) -> None:
-        self.phase, self.phase_began = phase, time.monotonic()
+        self.phase_s[phase] = time.monotonic() - began
+        self.add_metrics("", {name: Mean(self.phase_s[phase], count)})
 
     def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)

@@ -261,6 +261,7 @@ class RolloutWorker:
         self.num_collects = 0
         self.meeting: Meeting | None = None  # See set_meeting().
         self.num_collected: Counter[str] = Counter()  # Label -> collected groups.
+        self.num_awaited: Counter[str] = Counter()  # Label -> groups that collect() has asked for.
         # Groups of an earlier process, see resume_groups().
         self.restored_numbers: Iterator[int] = iter(())
         self.num_restored = 0
@@ -363,6 +364,7 @@ class RolloutWorker:
         # Imported here because it imports torch, which rl-core check does not need.
         from rl_core.distributed import all_gather_json
 
+        self.num_awaited[label] += num_groups
         while True:
             await self._wait_for_due(num_groups, oldest, label)
             await self._wait_for_ranks(num_groups, label, is_interrupted)
@@ -467,6 +469,11 @@ class RolloutWorker:
     def num_ready(self, label: str = "") -> int:
         """Number of complete groups on all ranks that are not collected."""
         return self._count(f"finished/{label}", 0) - self.num_collected[label]
+
+    def progress(self, label: str = "") -> tuple[int, int]:
+        """(complete, awaited) groups on all ranks since the start of the run."""
+        collected, awaited = self.num_collected[label], self.num_awaited[label]
+        return min(collected + self.num_ready(label), awaited), awaited
 
     def _count(self, name: str, n: int) -> int:
         return self.ranks.add(f"rollout/{name}", n)

@@ -16,6 +16,7 @@ from datetime import timedelta
 import pytest
 from kit import wait_until, words
 
+from rl_core.config import Config
 from rl_core.run.display import terminal
 from rl_core.run.display.summary import before_and_after
 from rl_core.run.display.terminal import progress_line, time_left
@@ -63,7 +64,7 @@ def test_a_run_begins_with_what_was_loaded_and_libraries_are_quiet(
         and "k parameters, " in model
         and model.endswith("k trained)")
     )
-    assert work == "grpo: 8 rows; 1 steps of 2 tasks x 2 episodes"
+    assert work == "grpo: 8 rows; 1 step of 2 tasks x 2 episodes"
     assert position == f"1 x CPU, embedded engine; begins at step 0, in {tmp_path / 'run'}"
     assert (
         "Loading weights" not in errors
@@ -201,10 +202,14 @@ def test_long_steps_and_evaluations_say_how_much_is_done(flags_of, capsys, monke
     monkeypatch.setattr(terminal, "PROGRESS_S", 0.02)
     slow = "await __import__('asyncio').sleep(0.3) or 1.0"
     more = "--num_steps 1 --rollout.save false --eval_every 1 --eval.samples 0"
+    more += " --algo.dynamic_sampling_rounds 1"
     assert main(flags_of(slow, more)) == 0
     printed = capsys.readouterr().out
+    assert "eval/000000/greedy: 0 of 8 tasks\n" in printed
+    # Dynamic sampling replaces both groups: their rewards are equal.
     assert "step 1: 0 of 4 episodes\n" in printed
-    assert "eval/000000/greedy: 0 tasks\n" in printed
+    replaced = "2 groups had equal rewards, sampling others"
+    assert f"step 1: 4 of 8 episodes; {replaced}\n" in printed
 
 
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
@@ -232,9 +237,20 @@ def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):
     assert cut("\x1b[2J 7\n7") == r"\x1b[2J 7 7"
 
 
-def test_the_time_left_is_that_of_the_last_steps_with_what_lay_between_them():
-    assert time_left([10.0, 12.0, 14.0, 19.0], 7) == timedelta(seconds=21)
-    assert time_left([10.0, 12.0], 0) == timedelta(0)
+@pytest.mark.parametrize(
+    "step, num_steps, eval_every, save_every, seconds",
+    [
+        (0, 10, 0, 0, 10 * 2 + 100),  # The last step is saved.
+        (1, 10, 3, 0, 9 * 2 + 4 * 30 + 100),  # Evaluations at 3, 6, 9 and 10.
+        (3, 9, 3, 4, 6 * 2 + 3 * 30 + 3 * 100),  # 3, 6, 9; saves at 4, 8, 9.
+        (10, 10, 5, 0, 30 + 100),
+    ],
+)
+def test_the_time_left_has_evaluations_and_saves(step, num_steps, eval_every, save_every, seconds):
+    config = Config(num_steps=num_steps, eval_every=eval_every, save_every=save_every)
+    measured = {"save": 100.0} | ({"eval": 30.0} if eval_every else {})
+    assert time_left(step, config, 2.0, measured) == timedelta(seconds=seconds)
+    assert time_left(step, config, 2.0, {}) == timedelta(seconds=2 * (num_steps - step))
 
 
 def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(

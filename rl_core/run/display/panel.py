@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from rl_core.run.display.terminal import Terminal, results, short, time_left
+from rl_core.run.display.terminal import Terminal, results, short
 
 REFRESH_PER_S = 4
 
@@ -43,8 +43,8 @@ class Panel(Terminal):
         if trainer.phase == "generate" and config.is_rl:
             # If the store's rank has ended, the run notices that elsewhere.
             with suppress(RuntimeError):
-                done = min(trainer.worker.num_ready(), config.tasks_per_step)
-                doing.append(f"{done}/{config.tasks_per_step} groups")
+                done, num_groups, more = self.groups_of_step()
+                doing.append(f"{done}/{num_groups} groups{more}")
         doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
         above, facts = results(self.metrics, config.trained, config.is_rl), []
         if len(above) == 1:
@@ -53,7 +53,7 @@ class Panel(Terminal):
             if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
                 facts.append(f"{phase} {short(speed)} tokens/s")
         if self.metrics:
-            facts.append(f"ETA {time_left(self.ended_at, config.num_steps - trainer.step)}")
+            facts.append(f"ETA {self.left}")
         lines = [Text("  ".join(doing)), *map(Text, above), Text("  ".join(facts))]
         for _, text in list(self.warnings.now.values()):
             lines.append(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis"))

@@ -11,17 +11,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import huggingface_hub
 import torch
 import transformers
 
-from rl_core.config import ActorConfig, flat
+from rl_core.algorithms import OF_PAIRS
+from rl_core.config import ActorConfig, Config, flat
 from rl_core.data.rows import quiet_datasets
 from rl_core.data.tasks.row_lengths import left_out
 from rl_core.distributed import MPS
-from rl_core.errors import printable
+from rl_core.errors import counted, printable
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.display.warnings import RunWarnings
 
@@ -69,8 +71,9 @@ class Terminal(Plugin):
         self.metrics: dict[str, float] = {}  # Of the last step.
         self.said_at = -math.inf
         self.telling: asyncio.Task | None = None
-        # When the last steps ended.
-        self.ended_at: deque[float] = deque(maxlen=LAST_STEPS + 1)
+        self.step_s: deque[float] = deque(maxlen=LAST_STEPS)  # Durations of the last steps.
+        self.left = timedelta(0)  # As of the last step.
+        self.num_before = 0  # Groups of earlier steps.
 
     def load(self, state: JSONObject) -> None:
         trainer = self.trainer
@@ -78,7 +81,6 @@ class Terminal(Plugin):
         self.warnings = RunWarnings(trainer.config, trainer.out)
 
     async def start(self) -> None:
-        self.ended_at.append(time.monotonic())
         self.telling = asyncio.create_task(self.tell_progress())
 
     async def close(self) -> None:
@@ -92,18 +94,45 @@ class Terminal(Plugin):
             await asyncio.sleep(PROGRESS_S)
             is_long = time.monotonic() - trainer.phase_began >= PROGRESS_S
             if is_long and trainer.config.is_rl and trainer.phase in ("generate", "eval"):
-                self.show(rollout_progress(trainer))
+                self.show(self.rollout_progress())
+
+    async def before_step(self, step: int) -> None:
+        self.num_before = self.trainer.worker.num_awaited[""]
+
+    def rollout_progress(self) -> str:
+        """step 3: 32 of 64 episodes; eval/000030/greedy: 12 of 64 tasks"""
+        trainer, worker = self.trainer, self.trainer.worker
+        if trainer.phase == "eval":
+            played = []
+            for label in sorted({label for label, _ in worker.pending if label}):
+                num_done, num_groups = worker.progress(label)
+                played.append(f"{label}: {num_done:,} of {counted(num_groups, 'task')}")
+            return "  ".join(played) or f"eval at step {trainer.step}"
+        num_done, num_groups, more = self.groups_of_step()
+        size = trainer.config.group_size
+        played = f"{num_done * size:,} of {counted(num_groups * size, 'episode')}"
+        return f"step {trainer.step + 1}: {played}{more}"
+
+    def groups_of_step(self) -> tuple[int, int, str]:
+        """(complete, awaited) groups of this step, and a note on replaced groups."""
+        ends = self.trainer.worker.progress()
+        num_done, num_groups = (max(0, end - self.num_before) for end in ends)
+        num_replaced = num_groups - self.trainer.config.tasks_per_step
+        more = ""
+        if num_replaced > 0:
+            more = f"; {counted(num_replaced, 'group')} had equal rewards, sampling others"
+        return num_done, num_groups, more
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         """Prints a line, at most one a second, and the step's warnings."""
         config, now = self.trainer.config, time.monotonic()
         self.metrics = metrics
-        self.ended_at.append(now)
+        self.step_s.append(metrics["time/step_s"])
+        self.left = time_left(step, config, fmean(self.step_s), self.trainer.phase_s)
         if now > self.said_at + 1 or step == config.num_steps:
             self.said_at = now
-            left = time_left(self.ended_at, config.num_steps - step)
             actors, is_rl = config.trained, config.is_rl
-            self.show(progress_line(step, config.num_steps, metrics, actors, left, is_rl))
+            self.show(progress_line(step, config.num_steps, metrics, actors, self.left, is_rl))
         for text in self.warnings.step(step, metrics):
             warn(step, text)
 
@@ -118,22 +147,19 @@ class Terminal(Plugin):
                 warn(step, text)
 
 
-def rollout_progress(trainer: RunState) -> str:
-    """step 3: 32 of 64 episodes; eval/000030/greedy: 12 tasks"""
-    config = trainer.config
-    if trainer.phase == "eval":
-        labels = {label for label, _ in trainer.worker.pending if label}
-        played = [f"{label}: {trainer.worker.num_ready(label):,} tasks" for label in labels]
-        return "  ".join(sorted(played)) or f"eval at step {trainer.step}"
-    num_done = min(trainer.worker.num_ready(), config.tasks_per_step) * config.group_size
-    num_episodes = config.tasks_per_step * config.group_size
-    return f"step {trainer.step + 1}: {num_done:,} of {num_episodes:,} episodes"
+def time_left(step: int, config: Config, step_s: float, phase_s: Mapping[str, float]) -> timedelta:
+    """Time until the end of a run, as of the end of `step`, whose evaluation and save follow.
+    `phase_s`: durations of the last evaluation and save, if there was one."""
+    seconds = step_s * (config.num_steps - step)
+    for phase, every in (("eval", config.eval_every), ("save", config.save_every)):
+        seconds += phase_s.get(phase, 0.0) * num_due(step, config.num_steps, every)
+    return timedelta(seconds=int(seconds))
 
 
-def time_left(ended_at: Sequence[float], num_steps: int) -> timedelta:
-    """Time for `num_steps` steps, with as many evaluations and saves as the last steps had."""
-    per_step = (ended_at[-1] - ended_at[0]) / (len(ended_at) - 1)
-    return timedelta(seconds=int(per_step * num_steps))
+def num_due(step: int, num_steps: int, every: int) -> int:
+    """Number of steps from `step` on that are the last or a multiple of `every`."""
+    due = range(step + -step % every, num_steps, every) if every else ()
+    return len(due) + 1
 
 
 def warn(step: int, text: str) -> None:
@@ -151,17 +177,21 @@ def loaded(trainer: RunState) -> str:
             if name in group.actors:
                 about = f"{'learns' if actor.is_trained else 'frozen'} on {group.where}"
         models.append(f"{name}: {actor.model} ({about})")
-    work = f"{config.algorithm}: streamed rows"
+    noun = "pair" if config.algorithm in OF_PAIRS else "row"
+    work = f"{config.algorithm}: streamed {noun}s"
     if not config.data.streaming:
         assert plan.train is not None
-        num_rows = sum(map(len, plan.train.sources))
-        work = f"{config.algorithm}: {num_rows:,} rows{left_out(config, plan.train.sources)}"
+        num_rows = counted(sum(map(len, plan.train.sources)), noun)
+        work = f"{config.algorithm}: {num_rows}{left_out(config, plan.train.sources)}"
     if plan.eval:
         held_out = plan.eval.values()
         work += f", {sum(map(len, held_out)):,} held out{left_out(config, held_out)}"
     work += "; at most " if trainer.plan.may_end_early else "; "
-    work += f"{config.num_steps:,} steps of {config.tasks_per_step:,} "
-    work += f"tasks x {config.group_size:,} episodes" if config.is_rl else "rows"
+    of_step = counted(config.tasks_per_step, noun)
+    if config.is_rl:
+        episodes = counted(config.group_size, "episode")
+        of_step = f"{counted(config.tasks_per_step, 'task')} x {episodes}"
+    work += f"{counted(config.num_steps, 'step')} of {of_step}"
     start = f"begins at step 0, in {trainer.out}"
     if trainer.checkpoint:
         start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
@@ -238,7 +268,7 @@ def progress_line(
     Several actors follow, one a line. The phases are left out if they do not fit in WIDTH.
     """
     phases = []
-    for phase in ("generate", "learn", "sync", "places"):
+    for phase in ("generate", "rows", "learn", "sync", "places"):
         seconds = metrics.get(f"time/{phase}_s", 0.0)
         if seconds >= 0.005:
             phases.append(f"{phase} {seconds:.2f}")

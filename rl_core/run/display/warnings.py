@@ -19,6 +19,7 @@ from statistics import fmean
 from rl_core.algorithms import ADVANTAGES, make_algorithm
 from rl_core.config import Config
 from rl_core.data.rows import write_whole
+from rl_core.errors import counted
 
 SHORT, LONG = 5, 20  # Steps over which a value is judged.
 AGAIN = 10  # Steps without the problem before its warning is printed again.
@@ -236,7 +237,7 @@ class RunWarnings:
         for reason, num in reasons.items():
             if reason not in self.reasons and len(self.reasons) < MAX_REASONS:
                 self.reasons.add(reason)
-                text = f"{num} episode{'s' * (num > 1)} failed: {reason}"
+                text = f"{counted(num, 'episode')} failed: {reason}"
                 lines.append({"kind": FAILED, "metric": "failed", "text": text, "reason": reason})
         return self.keep(step, lines) if lines else []
 

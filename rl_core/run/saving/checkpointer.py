@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_core.data.rows import write_whole
+from rl_core.errors import counted
 from rl_core.metrics import Max, Metric
 from rl_core.plugin import LearnerRank, Plugin, RunState
 from rl_core.run.run_folder import naming
@@ -73,10 +74,13 @@ class Checkpointer(Plugin):
             await export(self.trainer, self.trainer.out / "hf")
 
     async def save(self) -> None:
+        if self.trainer.step != self.saved_step:
+            with self.trainer.timed("save"):
+                await self.write()
+
+    async def write(self) -> None:
+        """Writes a checkpoint and exports the models."""
         trainer, step = self.trainer, self.trainer.step
-        if step == self.saved_step:
-            return
-        trainer.begin_phase("save")
         folder = trainer.out / "checkpoints" / f"step_{step:06d}"
         scratch = trainer.out / "under_way"
         scratch.mkdir(exist_ok=True)
@@ -128,8 +132,8 @@ class Checkpointer(Plugin):
             [(reason, num)] = self.failures.most_common(1)
             total = self.failures.total()
             text += (
-                f"; {total} episode{'s' * (total > 1)} failed and gave no samples, {num} of them "
-                f"by: {reason}"
+                f"; {counted(total, 'episode')} failed and gave no samples, {num} of them by: "
+                f"{reason}"
             )
         if num_steps >= MIN_STEPS:
             raise RunError(text)
