@@ -53,9 +53,10 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
             say_loading()
         # Off while modules and rows load, because collections would take a second.
         gc.disable()
-        from rl_core.distributed import barrier, close_ranks, explain_timeouts, init_ranks
+        from rl_core.distributed import barrier, close_ranks, explain_timeouts
         from rl_core.learners import is_sharded
         from rl_core.run.plan.plan import make_plan, num_ranks
+        from rl_core.run.process.joining import init_ranks
         from rl_core.run.run_folder import keeping_failure, locked
         from rl_core.sandbox.run_flags import end_boxes
         from rl_core.trainer import Trainer, run_to_end
@@ -68,7 +69,7 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         gc.enable()
         groups = [group.ranks for group in plan.rank_groups]
         ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), groups, config.device)
-        with explain_timeouts("start, log or save", ranks, config.timeout_s):
+        with explain_timeouts("start, log or save", ranks):
             barrier(ranks)  # Every rank has checked that the folder is free.
             if num_ranks() > 1:
                 from rl_core.run.plan.rank_agreement import check_ranks_agree

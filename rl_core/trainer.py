@@ -273,7 +273,7 @@ class Trainer:
     def timed(self, phase: str):
         began = self.phase_began = time.monotonic()
         self.phase = phase
-        waiting = explain_timeouts(phase, self.ranks, self.config.timeout_s)
+        waiting = explain_timeouts(phase, self.ranks)
         with waiting, torch.profiler.record_function(phase):
             yield
         # The phase "step" contains the others.

@@ -25,10 +25,10 @@ from rl_core.data.image_families import PIXEL_CACHE_BYTES
 from rl_core.data.images import read_image
 from rl_core.data.pretrained import from_config
 from rl_core.data.vision_models import load_family
-from rl_core.distributed import init_ranks
 from rl_core.learners import is_sharded, make_learner
 from rl_core.learning.activation_memory import activation_bytes
 from rl_core.models.loading import compute_dtype, load_model_config, model_class
+from rl_core.run.process.joining import init_ranks
 from rl_core.tools.memory_estimate import image_bytes, model_size
 from rl_core.types import TrainingSample
 

@@ -13,8 +13,9 @@ import bench_work
 from bench_work import Measured, Work, completion_length
 
 from rl_core.config import parse_config
-from rl_core.distributed import close_ranks, init_ranks
+from rl_core.distributed import close_ranks
 from rl_core.run.plan.plan import make_plan
+from rl_core.run.process.joining import init_ranks
 from rl_core.trainer import Trainer, run_to_end
 
 ENVIRONMENT = """

@@ -37,13 +37,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rl_core.data.pretrained import load_pretrained
-from rl_core.distributed import Ranks, all_gather_json, barrier, close_ranks, init_ranks
+from rl_core.distributed import Ranks, all_gather_json, barrier, close_ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.learners import make_policy
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.parallel.fsdp import shard_policy
 from rl_core.models.policy import Policy
+from rl_core.run.process.joining import init_ranks
 from rl_core.sampling.engine import EmbeddedSpec, Engine, EngineSpec, ServerSpec
 from rl_core.types import SamplingParams
 

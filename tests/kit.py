@@ -502,7 +502,8 @@ def of_ranks(num_ranks: int, file: str, name: str, *args: Any, **options: Any) -
 
 def answer(functions: dict[str, Any]) -> None:
     """Runs such a file as a program, for of_ranks()."""
-    from rl_core.distributed import close_ranks, init_ranks
+    from rl_core.distributed import close_ranks
+    from rl_core.run.process.joining import init_ranks
 
     ranks, (name, out, *args) = init_ranks(60), sys.argv[1:]
     result = functions[name](ranks, *args)
@@ -711,8 +712,8 @@ def make_learner(model: Path | str, *flags: Any, ranks: Any = None) -> Any:
 
     from rl_core.algorithms import make_algorithm
     from rl_core.config import parse_config
-    from rl_core.distributed import init_ranks
     from rl_core.learners import make_learner as make
+    from rl_core.run.process.joining import init_ranks
 
     sizes = "--env_path x.py --out x --max_prompt_tokens 40 --max_tokens 60 --engine embedded"
     on_gpu = "--learner.dtype float32" if torch.cuda.is_available() else ""

@@ -11,9 +11,9 @@ from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
 from rl_core.data.task_rows import make_task
 from rl_core.data.tool_calls import ToolCalls
-from rl_core.distributed import init_ranks
 from rl_core.engines.requests import check_request
 from rl_core.run.failure_limit import refuse_failures
+from rl_core.run.process.joining import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.groups import Group
 from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker, sorted_trajectories

@@ -112,16 +112,15 @@ class RankGroupTrainer(ServingRank):
     async def learn(self, step: int, samples: dict[str, list[TrainingSample]]) -> dict[str, Metric]:
         """Learns one step from each actor's samples and returns the metrics. Every rank of the
         group must call it."""
-        timeout_s = self.config.timeout_s
         self.metrics = {}
         # In a thread, so that the event loop can answer: samples for other ranks of this group may
         # still be in flight.
-        with explain_timeouts("generate", self.ranks, timeout_s):
+        with explain_timeouts("generate", self.ranks):
             await asyncio.to_thread(barrier, self.ranks)
         for plugin in self.plugins:
             await plugin.before_rollout(step)
         for name in filter(samples.__contains__, self.learners):
-            with explain_timeouts(f"learn of {name}", self.ranks, timeout_s):
+            with explain_timeouts(f"learn of {name}", self.ranks):
                 await self.learn_one(name, step, samples[name])
         self.step = step + 1
         return self.metrics

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from aiohttp import web
 from torch import Tensor
 
-from rl_core.distributed import ENDED_BY_SIGNAL, Ranks, addresses_towards, is_one_node
+from rl_core.distributed import ENDED_BY_SIGNAL, Ranks
+from rl_core.engines.addresses import addresses_towards, is_one_node
 from rl_core.engines.lease import DeviceLease
 from rl_core.http_guard import (
     LOOPBACK,

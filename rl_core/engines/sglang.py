@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from rl_core.config import Config
-from rl_core.distributed import this_device
 from rl_core.engines import sglang_images
 from rl_core.engines.server_engine import (
     ANSWER_TIMEOUT_S,
@@ -30,6 +29,7 @@ from rl_core.engines.sglang_server import SGLangServer, check_sglang
 from rl_core.engines.sglang_versions import FORGETS_ABORTED, NAMES_SAMPLED_IDS, is_older_than
 from rl_core.engines.weight_transfer import TRANSFERS
 from rl_core.errors import refuse
+from rl_core.models.device import this_device
 from rl_core.sampling.engine import EngineSpec
 from rl_core.types import Completion, InputImage, JSONObject, RunError, SamplingParams
 

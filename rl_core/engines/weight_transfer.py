@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
-from rl_core.distributed import addresses_towards
+from rl_core.engines.addresses import addresses_towards
 from rl_core.engines.buckets import Bucket, in_flat_buckets
 from rl_core.engines.remote import in_buckets
 from rl_core.engines.server_process import numbers

@@ -56,7 +56,7 @@ class RewardModel:
         in the folder's dtype. Raises ValueError if the folder holds no trained reward model."""
         import torch  # The import takes seconds, which --help avoids.
 
-        from rl_core.distributed import this_device
+        from rl_core.models.device import this_device
         from rl_core.models.loading import max_positions
         from rl_core.models.vision import Vision
 

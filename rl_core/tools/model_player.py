@@ -171,10 +171,10 @@ async def player(
     are too long."""
     from rl_core.actors import make_speaker
     from rl_core.data.tasks.row_lengths import check_lengths
-    from rl_core.distributed import init_ranks
     from rl_core.engines.lease import DeviceLease
     from rl_core.engines.options import engine_factory
     from rl_core.run.plan.plan import make_chats
+    from rl_core.run.process.joining import init_ranks
     from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
 
     chats, endpoints = make_chats(config)

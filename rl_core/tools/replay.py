@@ -96,10 +96,11 @@ def main(argv: list[str]) -> int:
 def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> Replayed | None:
     """Result of learning a step again; None on ranks that do not write. Raises ValueError if
     something that the step needs was not recorded."""
-    from rl_core.distributed import close_ranks, init_ranks
+    from rl_core.distributed import close_ranks
     from rl_core.learners import is_sharded
     from rl_core.run.display.terminal import quiet
     from rl_core.run.plan.plan import load_envs, plan_learning
+    from rl_core.run.process.joining import init_ranks
 
     config, other = read_flags(run, flags)
     quiet()

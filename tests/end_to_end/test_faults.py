@@ -179,7 +179,7 @@ def test_a_frozen_rank_holds_no_rank_for_ever(kind, frozen, before, tiny_model, 
 STORE = """
 import os, signal, sys, time
 import torch.distributed as dist
-from rl_core.distributed import Heartbeat
+from rl_core.run.process.heartbeat import Heartbeat
 receive, send = os.pipe()
 host = os.fork()
 if not host:
@@ -197,7 +197,7 @@ os._exit(0)  # The heartbeat's thread may be in C++.
 """
 CONNECTING = """
 import time
-from rl_core.distributed import connecting
+from rl_core.run.process.joining import connecting
 with connecting(0, None, 0.5):
     time.sleep(30)
 """

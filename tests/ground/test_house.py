@@ -30,6 +30,7 @@ train tools
 """.split()
 # Room -> higher rooms whose classes its annotations may name, imported under `if TYPE_CHECKING`.
 TYPES_FROM_ABOVE = {
+    "distributed": ("run",),
     "plugin": ("learning", "run", "run.plan", "actors"),
     "engines": ("run", "run.plan", "actors"),
     "run": ("run.plan", "actors", "engines.engine_ranks"),

@@ -19,13 +19,13 @@ from rl_core import learners
 from rl_core.algorithms import PRESETS
 from rl_core.config import parse_config
 from rl_core.data.packing import pack_samples
-from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import samples_of
 from rl_core.learning.learner import Learner
 from rl_core.learning.ppo import gae_advantages, value_losses, value_metrics, value_sums
 from rl_core.learning.whitening import normalised
 from rl_core.metrics import add_metrics, reduce_metrics
 from rl_core.models.policy import Policy
+from rl_core.run.process.joining import init_ranks
 from rl_core.tools.cli import main as command
 from rl_core.train import main
 from rl_core.types import Trajectory

@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rl_core import distributed
 from rl_core.algorithms import PRESETS, make_algorithm
 from rl_core.config import parse_config
-from rl_core.distributed import init_ranks
 from rl_core.engines.adapters import AdapterTable
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.kv_slots import RowParams, SlotModel, sample
@@ -40,6 +39,7 @@ from rl_core.models.attention import NAME
 from rl_core.models.kernels.cpu_attention import DENSE
 from rl_core.models.policy import PackedForward, Policy
 from rl_core.run.evaluation.evaluation import loss_of_rows
+from rl_core.run.process.joining import init_ranks
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 SGD = ["--optim.name", "sgd"]  # fused AdamW refuses meta tensors

@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.data.image_families import FAMILIES as SEEING
 from rl_core.data.packing import pack_samples
-from rl_core.distributed import init_ranks
 from rl_core.engines.hf_sampling import choose_sampler
 from rl_core.engines.options import make_sampler
 from rl_core.engines.weights import checkpoint_weights
@@ -34,6 +33,7 @@ from rl_core.learners import make_policy
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.kernels.fused_norms import FusedRMSNorm, fuse_norms
 from rl_core.models.loading import max_positions
+from rl_core.run.process.joining import init_ranks
 from rl_core.types import SamplingParams
 
 FORWARDS = {

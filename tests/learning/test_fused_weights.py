@@ -19,11 +19,12 @@ from test_memory import differences, peak_mib, save_model
 from transformers import AutoTokenizer
 
 from rl_core.config import LearnerConfig, LoraConfig
-from rl_core.distributed import Mesh, init_ranks, on_mesh
+from rl_core.distributed import Mesh, on_mesh
 from rl_core.engines.weights import checkpoint_weights
 from rl_core.learners import make_policy
 from rl_core.models import loading
 from rl_core.models.parallel.fsdp import fused_later
+from rl_core.run.process.joining import init_ranks
 from rl_core.run.saving.checkpoint import export_policy
 
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")

@@ -11,7 +11,7 @@ from kit import embedded, gradient
 from test_engine_contract import load, random_prompts
 from test_learner import ragged_samples
 
-from rl_core.distributed import init_ranks
+from rl_core.run.process.joining import init_ranks
 from rl_core.types import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -14,9 +14,9 @@ from kit import words
 from rl_core.algorithms import Algorithm, clipped_loss, token_losses
 from rl_core.config import parse_config
 from rl_core.data.packing import balanced_bins, pack_samples
-from rl_core.distributed import init_ranks
 from rl_core.learning.learner import Learner
 from rl_core.run.plan.model_checks import checked_chat
+from rl_core.run.process.joining import init_ranks
 from rl_core.run.saving.checkpoint import save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
 from rl_core.types import TrainingSample

@@ -9,8 +9,9 @@ import torch
 from kit import make_learner, metrics, part_of, run, words
 from test_learner import ragged_samples
 
-from rl_core.distributed import close_ranks, init_ranks, local
+from rl_core.distributed import close_ranks, local
 from rl_core.learning import fp16
+from rl_core.run.process.joining import init_ranks
 from rl_core.run.saving.checkpoint import save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
 

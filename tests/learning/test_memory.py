@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from rl_core.config import LoraConfig
-from rl_core.distributed import Mesh, Ranks, init_ranks, on_mesh
+from rl_core.distributed import Mesh, Ranks, on_mesh
 from rl_core.learners import compile_blocks, make_policy
 from rl_core.learning.lora import adapter_parameters
 from rl_core.models import loading
@@ -33,6 +33,7 @@ from rl_core.models.cpu_offload import HostCopies, piece_sizes
 from rl_core.models.parallel import fsdp
 from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.policy import Policy
+from rl_core.run.process.joining import init_ranks
 
 ARCHITECTURES = ("qwen3", "llama", "qwen2")
 

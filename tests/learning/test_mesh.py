@@ -28,27 +28,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
-from rl_core.distributed import (
-    Mesh,
-    Ranks,
-    all_gather_json,
-    barrier,
-    check_device,
-    check_gpus_differ,
-    device_of_rank,
-    local,
-    make_mesh,
-    on_mesh,
-)
+from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
 from rl_core.learners import make_policy
 from rl_core.learning.gradient_averaging import average_gradients
 from rl_core.learning.teachers.distill import local_rows
 from rl_core.learning.teachers.divergence import TopTokens, fused_divergence, make_form
 from rl_core.metrics import reduce_metrics
 from rl_core.models import logprobs as fused
+from rl_core.models.device import check_device, device_of_rank
 from rl_core.models.parallel import replicas
 from rl_core.models.parallel.replicas import num_replicas
 from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
+from rl_core.run.process.joining import check_gpus_differ
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
 from rl_core.types import RunError, TrainingSample

@@ -23,10 +23,10 @@ from rl_core.data.packing import pack_samples
 from rl_core.data.preference_pairs import PAIR, pair_rows, reply_pair, scored_pair
 from rl_core.data.sft_samples import sft_samples
 from rl_core.data.task_rows import read_row
-from rl_core.distributed import init_ranks
 from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner
 from rl_core.learning.preference import dpo_losses, rm_losses
+from rl_core.run.process.joining import init_ranks
 from rl_core.train import main
 from rl_core.types import TrainingSample
 

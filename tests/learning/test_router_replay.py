@@ -16,10 +16,10 @@ from test_truncation import talks
 
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
-from rl_core.distributed import init_ranks
 from rl_core.engines.options import engine_factory
 from rl_core.engines.router_recorder import Recorder
 from rl_core.run.plan.plan import make_chats
+from rl_core.run.process.joining import init_ranks
 from rl_core.types import SamplingParams
 
 REPLAY = "--actors.policy.router_replay true"

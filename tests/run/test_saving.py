@@ -14,8 +14,8 @@ from kit import metrics, run, run_ranks, steps, weights, words
 from test_runs import RL, assert_same_weights, lasting
 
 from rl_core import Config
-from rl_core.distributed import init_ranks
 from rl_core.metrics import Mean
+from rl_core.run.process.joining import init_ranks
 from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.checkpointer import BestKeeper
 from rl_core.train import main

@@ -13,7 +13,7 @@ import pytest
 from kit import RanksProcess, answer, metrics, of_ranks, run_ranks, trajectories
 from stage import make_groups
 
-from rl_core.distributed import init_ranks
+from rl_core.run.process.joining import init_ranks
 from rl_core.sampling.rollout import RolloutWorker
 from rl_core.train import main
 from rl_core.types import RunError, Task, Trajectory

@@ -19,10 +19,10 @@ from rl_core.data.chat import Chat
 from rl_core.data.images import images_of
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.task_rows import make_task
-from rl_core.distributed import init_ranks
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import check_actors, check_columns, load_env
 from rl_core.run.evaluation.episode_metrics import rollout_metrics
+from rl_core.run.process.joining import init_ranks
 from rl_core.sampling.actor import Actor
 from rl_core.types import Trajectory
 

@@ -15,11 +15,11 @@ from view_parts import trajectory, write_metrics, write_step
 
 from rl_core.algorithms import PRESETS
 from rl_core.data.episodes import baseline_groups, by_episode, episode_rewards
-from rl_core.distributed import init_ranks
 from rl_core.learning.advantages import group_advantages, turn_advantages
 from rl_core.learning.signal import has_signal
 from rl_core.run.curriculum import group_results
 from rl_core.run.evaluation.episode_metrics import held_out_metrics, part_metrics, rollout_metrics
+from rl_core.run.process.joining import init_ranks
 from rl_core.tools.check import outcomes_of
 from rl_core.tools.cli import main
 from rl_core.tools.eval import scores

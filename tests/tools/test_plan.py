@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from rl_core.config import ActorConfig, parse_config
 from rl_core.data.images import read_image
-from rl_core.distributed import Mesh, init_ranks, on_mesh
+from rl_core.distributed import Mesh, on_mesh
 from rl_core.learning.activation_memory import block_bytes
 from rl_core.models.policy import blocks_of
 from rl_core.run.plan.plan import make_plan
+from rl_core.run.process.joining import init_ranks
 from rl_core.tools.cli import main
 from rl_core.tools.memory_estimate import engine_bytes, facts, learner_bytes, model_size
 from rl_core.tools.plan import describe

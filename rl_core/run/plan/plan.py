@@ -27,9 +27,10 @@ from rl_core.data.tasks.sources import (
     naming_recipes,
     train_tasks,
 )
-from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh, this_device
+from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.engines.options import auto_engine, engine_factory
 from rl_core.environments import env_file
+from rl_core.models.device import this_device
 from rl_core.models.parallel.replicas import num_replicas
 from rl_core.plugin import CustomComponents
 from rl_core.run.display.terminal import quiet

@@ -234,9 +234,10 @@ def without_paths(values: JSONObject) -> JSONObject:
 
 def run_here(config: Config, environments: list[Environment], custom: CustomComponents) -> None:
     """The run itself."""
-    from rl_core.distributed import close_ranks, init_ranks
+    from rl_core.distributed import close_ranks
     from rl_core.learners import is_sharded
     from rl_core.run.plan.plan import make_plan
+    from rl_core.run.process.joining import init_ranks
     from rl_core.run.run_folder import keeping_failure, locked
     from rl_core.sampling.watchdog import run_hooks
     from rl_core.trainer import Trainer, run_to_end
