@@ -63,15 +63,18 @@ def reward_values(value: object, name: str, source: str) -> dict[str, float | No
     return {name: known.get(name) for name in value}
 
 
+class UnscoredError(ValueError):
+    """Raised if every reward of an actor is None."""
+
+
 def refuse_unscored(
     path: str, actor: str, parts: Mapping[str, float], metrics: Mapping[str, float]
 ) -> None:
-    """Raises ValueError if every reward of an actor is None."""
+    """Raises UnscoredError if every reward of an actor is None."""
     none = [name.removeprefix(NOT_APPLIED) for name in metrics if name.startswith(NOT_APPLIED)]
     if none and not parts:
-        raise ValueError(
-            f"{path}: {', '.join(none)} {NO_RETURN} None leaves a reward of {actor} "
-            "out of the sum, so that one reward must be a number"
+        raise UnscoredError(
+            f"{path}: {', '.join(none)} {NO_RETURN} One reward of {actor} must be a number"
         )
 
 

@@ -21,7 +21,7 @@ from rl_core.sampling.env import SESSION_CODES, Env
 from rl_core.sampling.episode import add_group_rewards, group_rewards
 from rl_core.sampling.groups import Group
 from rl_core.sampling.hooks import HookError, run_within, wait_for_all
-from rl_core.sampling.reward_parts import refuse_unscored
+from rl_core.sampling.reward_parts import UnscoredError, refuse_unscored
 from rl_core.types import RunError, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class EpisodeRunner:
             limit = self.config.episode_timeout_s
             return f"{timed} took longer than --rollout.episode_timeout_s={limit}"
         reason = str(error) or type(error).__name__
-        if isinstance(error, (HookError, ValueError)):
+        is_of_hook = isinstance(error, (HookError, ValueError))
+        if is_of_hook and not isinstance(error, UnscoredError):
             reason += note
         return reason
 
@@ -215,7 +216,7 @@ def check_images(env: Env, t: Trajectory, chat: Chat | None) -> None:
 
 
 def check_scored(env: Env, trajectories: Iterable[Trajectory]) -> None:
-    """Raises ValueError if every reward of an actor is None."""
+    """Raises UnscoredError if every reward of an actor is None."""
     for t in succeeded(trajectories):
         refuse_unscored(env.path, t.actor, t.reward_parts, t.metrics)
 

@@ -13,7 +13,6 @@ from rl_core.data.episodes import succeeded
 from rl_core.data.images import images_of
 from rl_core.data.messages import canonical_messages, shorten
 from rl_core.data.task_rows import row_variables
-from rl_core.models.loading import load_model_config, max_positions
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
@@ -77,6 +76,9 @@ class TeacherPrompts:
 def teacher_limits(config: Config) -> Limits:
     """The largest number of tokens of a reply and its teacher's prompt, for each actor that is its
     own teacher."""
+    # Imported here because it imports torch, which rl-core check does not need.
+    from rl_core.models.loading import load_model_config, max_positions
+
     limits = {}
     for name in config.trained:
         envs = config.of(name).self_taught

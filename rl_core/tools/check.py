@@ -28,6 +28,7 @@ from rl_core.config import RolloutConfig
 from rl_core.config.flag_parsing import typed
 from rl_core.data.episodes import by_episode, episode_means, episode_rewards
 from rl_core.errors import keep_ends, printable, split
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from rl_core.data.chat import Chat
@@ -178,9 +179,7 @@ def refused_tasks(rows: str | None) -> dict[str, list[str]]:
 def parse(argv: list[str]) -> argparse.Namespace:
     from rl_core.sandbox.remote_driver import add_box_flags
 
-    parser = argparse.ArgumentParser(
-        prog="rl-core check", description=str(__doc__).splitlines()[0], allow_abbrev=False
-    )
+    parser = Parser(prog="rl-core check", description=str(__doc__).splitlines()[0])
     reply = "right reply of the next turn: a Jinja template over columns, `prompt` and `actor`"
     parser.add_argument("env", nargs="+", help="Python files of environments")
     parser.add_argument(
@@ -431,8 +430,10 @@ def part_means(trajectories: list[Trajectory], name: str) -> list[float]:
 
 
 def describe_episodes(outcomes: list[JSONObject]) -> list[str]:
+    outcomes = with_failures_merged(outcomes)
+    width = max(8, *(len(o["reply"]) for o in outcomes))
     lines = [
-        f"{'reply':<8} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it "
+        f"{'reply':<{width}} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it "
         "failed"
     ]
     for o in outcomes:
@@ -442,9 +443,22 @@ def describe_episodes(outcomes: list[JSONObject]) -> list[str]:
             parts = ", ".join(f"{name} {value:.4g}" for name, value in o["parts"].items())
             why = "truncated: " * (o["status"] == "truncated") + parts
         lines.append(
-            f"{o['reply']:<8} {o['actor']:<10} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}"
+            f"{o['reply']:<{width}} {o['actor']:<10} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}"
         )
     return lines
+
+
+def with_failures_merged(outcomes: list[JSONObject]) -> list[JSONObject]:
+    """The outcomes, where replies of an actor that fail by the same error are one."""
+    merged: dict[tuple, JSONObject] = {}
+    for o in outcomes:
+        is_failed = o["status"] == "failed"
+        key = (o["actor"], o["error"]) if is_failed else (o["actor"], o["reply"], o["status"])
+        if first := merged.get(key):
+            replies = {**dict.fromkeys(first["reply"].split(",")), o["reply"]: None}
+            o = o | {"reply": ",".join(replies), "episodes": first["episodes"] + o["episodes"]}
+        merged[key] = o
+    return list(merged.values())
 
 
 def describe_truncated(env: Env, cut: Trajectory) -> list[str]:

@@ -6,13 +6,13 @@ once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from importlib import import_module
 from typing import NoReturn
 
 from rl_core import __version__
+from rl_core.tools.parser import UsageError
 
 COMMANDS = {
     "init": (
@@ -58,10 +58,6 @@ COMMANDS = {
 }
 
 
-class UsageError(Exception):
-    """An error in the command line."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line. Returns its exit status: 0, 1 for a user's mistake, 2 for a wrong
     command line, 130 for Ctrl-C."""
@@ -80,12 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         from rl_core.types import RunError
 
-        if not isinstance(
-            error, (ValueError, OSError, RunError, argparse.ArgumentError, UsageError)
-        ):
+        if not isinstance(error, (ValueError, OSError, RunError, UsageError)):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, (argparse.ArgumentError, UsageError)) else 1
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def answer(command: str, rest: list[str]) -> int:

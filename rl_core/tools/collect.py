@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.tools.model_player import FLAGS, player, read_flags, with_model
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from rl_core.types import Trajectory
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=formatter
-    )
-    parser.allow_abbrev = False
+    parser = Parser("rl-core collect", description=__doc__, epilog=FLAGS, formatter_class=formatter)
     parser.add_argument(
         "models", nargs=1, metavar="MODEL", help="folder, run, hub name, or NAME@URL of an endpoint"
     )

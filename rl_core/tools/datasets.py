@@ -6,21 +6,19 @@ Nothing is downloaded. `M` in a command stands for a model: a folder or a name o
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import re
 from textwrap import shorten
 
 from rl_core.data.published_sets import Recipe, recipes, short_name
+from rl_core.tools.parser import Parser
 
 WIDTH = 110  # characters of a line of the table
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="rl-core datasets", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="rl-core datasets", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("name", nargs="?", help="a set, such as openai/gsm8k or gsm8k: only this")
     args = parser.parse_args(argv)

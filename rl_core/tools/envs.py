@@ -6,7 +6,6 @@ All is read from the files: no environment is imported. A sandbox is started whe
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
@@ -21,6 +20,7 @@ from rl_core.data.env_names import env_files
 from rl_core.errors import nearest
 from rl_core.sandbox.boxes import check_machine
 from rl_core.tools.info import environments, sandbox
+from rl_core.tools.parser import Parser
 
 BOX = "bubblewrap, docker or podman"
 SANDBOX = "a sandbox (rl-core sandbox level)"
@@ -65,7 +65,7 @@ class Listing:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core envs", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core envs", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("name", nargs="?", help="an environment, such as sort_digits: only this")
     args = parser.parse_args(argv)

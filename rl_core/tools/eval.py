@@ -25,6 +25,7 @@ from rl_core.config import Config
 from rl_core.config.flag_parsing import typed
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.model_player import FLAGS, player, read_flags, with_model
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from rl_core.run.evaluation.eval_folder import EvalFolder
@@ -44,10 +45,7 @@ class Score:
 
 def main(argv: list[str]) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "rl-core eval", description=__doc__, epilog=FLAGS, formatter_class=formatter
-    )
-    parser.allow_abbrev = False
+    parser = Parser("rl-core eval", description=__doc__, epilog=FLAGS, formatter_class=formatter)
     parser.add_argument(
         "models",
         nargs="+",

@@ -4,7 +4,6 @@ its unit and its healthy values. rl-core info RUN: flags of a run, and differenc
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import json
@@ -22,6 +21,7 @@ from rl_core.errors import nearest
 from rl_core.run.display.metric_table import rows
 from rl_core.sandbox import Sandbox
 from rl_core.sandbox.isolation import LEVELS
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from rl_core.types import JSONObject
@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "transformers", "peft", "datasets", "sglang")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core info", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core info", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("what", nargs="?", help="'metrics', or the folder of a run: only this")
     parser.add_argument(

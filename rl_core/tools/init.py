@@ -3,9 +3,10 @@ are on a CPU."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+
+from rl_core.tools.parser import Parser
 
 ENVIRONMENT = '''"""Add two digits: `3+4` -> `7`. Change the reward, and the rows, to your own task."""
 
@@ -42,7 +43,7 @@ optim:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core init", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core init", description=__doc__)
     parser.add_argument(
         "folder", nargs="?", default="first", help="folder to write; default: first"
     )

@@ -14,6 +14,7 @@ from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_co
 from rl_core.config.actors import URL
 from rl_core.run.plan.model_paths import check_plays
 from rl_core.run.plan.path_checks import ROWS, check_inputs
+from rl_core.tools.parser import Parser
 from rl_core.train import say_loading
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ ALONE |= {
 ALONE |= {"algo.teacher": "null", "algo.reference": "null", "critic.model": "null"}
 
 
-def read_flags(
-    parser: argparse.ArgumentParser, argv: list[str], out: str
-) -> tuple[argparse.Namespace, Config]:
+def read_flags(parser: Parser, argv: list[str], out: str) -> tuple[argparse.Namespace, Config]:
     """A command's own flags, and those of a run. `parser` knows `models`, which stand before all
     flags."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):

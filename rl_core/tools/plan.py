@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from dataclasses import replace
@@ -12,6 +11,7 @@ from rl_core.config import Config, parse_config
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.memory_estimate import GIB, facts
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from rl_core.types import JSONObject
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     no SGLang and no GPU: --gpu_gib is the memory of each GPU that the run will have."""
     if print_help(argv, PLAN):
         return 0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gpu_gib", type=float)
     options, flags = parser.parse_known_args(argv)

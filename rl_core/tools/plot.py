@@ -3,9 +3,10 @@ lengths."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
+
+from rl_core.tools.parser import Parser
 
 Curves = dict[str, list[tuple[int, float]]]  # name -> points (step, value)
 # Title of a panel -> which metrics it shows; their last group is left out of the legend.
@@ -20,7 +21,7 @@ PANELS = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core plot", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core plot", description=__doc__)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other"
     )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import Config, given_flags, parse_config
 from rl_core.config.flag_parsing import flags_in
+from rl_core.tools.parser import Parser
 from rl_core.tools.show import files_of
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ class Replayed:
 
 def main(argv: list[str]) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "rl-core replay", description=__doc__, formatter_class=formatter, allow_abbrev=False
-    )
+    parser = Parser("rl-core replay", description=__doc__, formatter_class=formatter)
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument(
         "--step",

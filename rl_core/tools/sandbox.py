@@ -4,13 +4,13 @@ in. docs/sandbox.md"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from pathlib import Path
 
 from rl_core.sandbox import Limits, Sandbox
 from rl_core.sandbox.isolation import LEVELS, REMOTE
+from rl_core.tools.parser import Parser
 
 WITHOUT_SECCOMP = (
     "without seccomp: system calls are not filtered, because pyseccomp is not installed where the "
@@ -23,9 +23,7 @@ SUFFIXES = {".py": "python", ".sh": "bash", ".cpp": "cpp", ".cc": "cpp"}
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="rl-core sandbox", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser(prog="rl-core sandbox", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a file: .py, .sh or .cpp")
     run.add_argument("file", type=Path)

@@ -8,6 +8,7 @@ import asyncio
 from pathlib import Path
 
 from rl_core.errors import split
+from rl_core.tools.parser import Parser
 
 
 def main(argv: list[str]) -> int:
@@ -33,7 +34,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     """Raises ValueError for flags that contradict each other."""
     from rl_core.environments.service.flags import add_flags
 
-    parser = argparse.ArgumentParser(prog="rl-core serve", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core serve", description=__doc__)
     add_flags(parser)
     parser.add_argument(
         "--host",

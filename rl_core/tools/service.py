@@ -3,12 +3,12 @@ sessions; lets one worker leave. docs/service.md"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
 
 from rl_core.environments.service import needing_grpc
 from rl_core.errors import nearest
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -22,10 +22,9 @@ ABOUT = {
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rl-core service",
         description=__doc__,
-        allow_abbrev=False,
         epilog="; ".join(f"{name}: {text}" for name, text in ABOUT.items()),
     )
     parser.add_argument("what", help=", ".join(ABOUT))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import printable
+from rl_core.tools.parser import Parser
 
 if TYPE_CHECKING:
     from rl_core.types import JSONObject
@@ -23,7 +24,7 @@ COLOURS = {"reward": 1, "system": 35, "user": 36, "tool": 33, "assistant": 32, "
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core show", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core show", description=__doc__)
     parser.add_argument("run", help="folder of a run, or one file of its rollouts/")
     parser.add_argument("--step", type=int, help="default: the newest")
     parser.add_argument(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_core.tools.parser import Parser
 from rl_core.train import say_loading
 from rl_core.types import InputImage
 
@@ -57,11 +58,10 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(options of this command, flags of rl-core train)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rl-core tokens",
         usage="rl-core tokens --data.train FILE --model FOLDER [--algorithm sft] [flags of train]",
         description=__doc__,
-        allow_abbrev=False,
     )
     parser.add_argument("--algorithm", default="sft", help="sft, dpo, rm, grpo, ... [sft]")
     parser.add_argument("--rows", type=int, default=10, help="number of rows, from the first [10]")

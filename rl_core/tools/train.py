@@ -3,7 +3,6 @@ says. Several ranks are started by torchrun."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import os
@@ -14,11 +13,12 @@ from rl_core.config import parse_config
 from rl_core.run.plan.option_rules import check_options
 from rl_core.run.plan.path_checks import check_paths
 from rl_core.tools.help import TRAIN, print_help
+from rl_core.tools.parser import Parser
 
 
 def main(argv: list[str]) -> int:
     """The exit status of the run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--nproc_per_node", "--nproc-per-node", type=int)
     options, flags = parser.parse_known_args(argv)
     if print_help(flags, TRAIN):

@@ -3,13 +3,14 @@ machine; live runs update."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from pathlib import Path
 
+from rl_core.tools.parser import Parser
+
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="rl-core view", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="rl-core view", description=__doc__)
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folders of runs, or of folders of runs"
     )

@@ -44,7 +44,8 @@ def outcomes(report):
     rows = [line.split(None, 5) for line in report["episodes"][1:]]
     return {
         (kind, actor): (episodes, turns, reward, *rest)
-        for kind, actor, episodes, turns, reward, *rest in rows
+        for kinds, actor, episodes, turns, reward, *rest in rows
+        for kind in kinds.split(",")
     }
 
 
@@ -161,6 +162,15 @@ def test_a_hook_that_breaks_on_a_bad_reply_is_found(check):
     assert any("<|start|>tools" in line for line in report["tokens"])
 
 
+def test_an_error_of_all_replies_is_printed_once(check):
+    env = "def load_tasks(split): return [{'prompt': 'go', 'answer': '7'}] * 3\n"
+    status, report, _ = check(env + "def reward_fn(completion, answer): answer in completion\n")
+    [line] = report["episodes"][1:]
+    assert status == 1 and line.startswith("right,plain,empty,cut policy            8     -  ")
+    says = "reward_fn returned None: is a `return` missing? One reward of policy must be a number"
+    assert line.endswith(f"failed: x.py: {says}")
+
+
 def test_what_an_error_holds_does_not_reach_the_terminal(check, capsys):
     Path("y.py").write_text(
         BREAKS.replace("return 1 /", "raise ValueError('\\x07' + completion) #")
@@ -249,11 +259,7 @@ def test_check_of_a_rollout_of_ones_own(check):
         status == 1
         and "'bob' is not an actor; known: policy (--actors adds one)" in report["episodes"][1]
     )
-    assert [o.split()[::2][:2] for o in report["episodes"][1:]] == [
-        ["plain", "3"],
-        ["empty", "1"],
-        ["cut", "1"],
-    ]
+    assert [o.split()[::2][:2] for o in report["episodes"][1:]] == [["plain,empty,cut", "5"]]
 
 
 def test_check_of_a_rollout_that_opens_an_endpoint(check):

@@ -149,6 +149,11 @@ def test_the_version_is_printed(capsys):
         (1, ["check", str(ROOT / "tests/cases/calls.jsonl")], "calls.jsonl holds rows and is not"),
         (1, ["eval", "m"], "error: episodes need an environment; name its file by --env_path"),
         (2, ["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
+        (2, ["check", "x.py", "--data"], "unknown flag --data; did you mean '--data.train'?"),
+        (2, ["check", "x.py", "--data.train"], "--data.train has no value"),
+        (2, ["check"], "arguments are required: env"),
+        (2, ["show", "runs/x", "--nun=3"], "unknown flag --nun; did you mean '--num'?"),
+        (2, ["sandbox", "run", "x.py", "--nun", "3"], "unrecognized arguments: --nun 3"),
         (
             1,
             ["train", "--nproc_per_node", "0", "--model", "m", "--env_path", "x.py", "--out", "x"],
