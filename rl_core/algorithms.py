@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rl_core.types import PackedBatch
 
 
+# Objectives of replies that are compared with a reference model, and their presets.
+WITH_REFERENCE = ("dpo", "kto")
+
+
 @dataclass(kw_only=True, slots=True)
 class Algorithm:
     """The parts of an algorithm, each a flag --algo.*. Defaults are those of GRPO. In a Config
@@ -68,15 +72,15 @@ class Algorithm:
     gigpo_coef: NotNegative = flag(1.0, "GiGPO: weight of equal states' turns; default: 1")
     gigpo_discount: Fraction = flag(0.95, "GiGPO: discount of their returns; default: 0.95")
     reference: str | None = flag(
-        None, "reference model of the KL and of DPO: folder or hub name", only=("dpo",)
+        None, "reference model of the KL, DPO and KTO: folder or hub name", only=WITH_REFERENCE
     )
     reference_every: Count = flag(
-        0, "sync the reference model with the policy every N steps; 0: never", only=("dpo",)
+        0, "sync the reference model with the policy every N steps; 0: never", only=WITH_REFERENCE
     )
     reference_decay: Fraction = flag(
         0.0,
         "EMA of the reference: decay * reference + (1 - decay) * policy at each sync",
-        only=("dpo",),
+        only=WITH_REFERENCE,
     )
     teacher: str | None = flag(
         None, "on-policy distillation: teacher's folder, hub name, actor, server's URL, or self"
@@ -103,7 +107,13 @@ class Algorithm:
 
     @property
     def is_pairs(self) -> bool:
-        """True for a loss of preference pairs, not of tokens."""
+        """True for a loss of two samples a row, not of tokens: both replies of a pair, or KTO's
+        reply and the mismatched one."""
+        return self.objective in OF_PAIRS or self.objective == "kto"
+
+    @property
+    def reads_pairs(self) -> bool:
+        """True if a row of data is a pair of replies."""
         return self.objective in OF_PAIRS
 
     @property
@@ -127,7 +137,7 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """True if the policy is compared with a reference model."""
-        return bool(self.kl_terms) or self.log_kl or self.objective == "dpo"
+        return bool(self.kl_terms) or self.log_kl or self.objective in WITH_REFERENCE
 
     @property
     def penalises_advantages(self) -> bool:
@@ -236,8 +246,8 @@ def cispo_loss(
 OBJECTIVES = {"clip": clipped_loss, "gspo": clipped_loss, "cispo": cispo_loss}
 # The ratio is the geometric mean over its sequence (GSPO, arXiv:2507.18071, eq. 7).
 OF_SEQUENCE = ("gspo",)
-# Objectives of pairs, by learning/preference.py.
-OF_PAIRS = ("dpo", "rm")
+# Objectives of pairs of replies, by learning/preference.py.
+OF_PAIRS = ("dpo", "simpo", "orpo", "rm")
 
 
 # Per-token KL(policy || ref) in nats of tokens that the policy sampled, with d = logprobs -
@@ -360,6 +370,12 @@ PRESETS = {
     "sft": Algorithm(objective="nll"),
     # Rafailov et al. 2023, arXiv:2305.18290
     "dpo": Algorithm(objective="dpo"),
+    # Meng et al. 2024, arXiv:2405.14734
+    "simpo": Algorithm(objective="simpo"),
+    # Hong et al. 2024, arXiv:2403.07691
+    "orpo": Algorithm(objective="orpo"),
+    # Ethayarajh et al. 2024, arXiv:2402.01306
+    "kto": Algorithm(objective="kto"),
     # Bradley-Terry on pairs of scores: Ouyang et al. 2022, arXiv:2203.02155
     "rm": Algorithm(objective="rm"),
 }

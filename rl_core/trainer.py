@@ -168,9 +168,9 @@ class Trainer:
         plan, step = self.plan, self.step
         if plan.sft_dataset:
             drawn = self.draw_positions(self.config.tasks_per_step)
-            positions = drawn[self.ranks.rank :: self.ranks.size]
             assert plan.train is not None
-            return {self.config.trained[0]: plan.sft_dataset.samples_at(plan.train, positions)}
+            samples = plan.sft_dataset.samples_at(plan.train.task, drawn, self.ranks)
+            return {self.config.trained[0]: samples}
         # WeightRecovery resends weights to engines that lost them; Canary samples fixed prompts.
         await self.call("before_rollout", step)
         groups = await self.rollout()

@@ -267,7 +267,8 @@ class PackedBatch:
     policy_versions: Tensor  # [M] int64
     old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update
     ref_logprobs: Tensor | None = None  # [M] fp32, by the reference model
-    values: Tensor | None = None  # [M] fp32, reward to come, by the critic before its first update
+    # [M] fp32, reward to come, by the critic before its first update; KTO: the KL z0, all equal
+    values: Tensor | None = None
     returns: Tensor | None = None  # [M] fp32, targets of the critic
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.

@@ -81,7 +81,12 @@ DIALOGS = [
 ]
 PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} for n in range(16)]
 ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "keyed": KEYED, "talk": TALK}
-DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS}
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    for row in PAIRS
+    for side in ("chosen", "rejected")
+]
+DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS, "labelled": LABELLED}
 
 # A cut turn ends its episode, and an untrained model seldom ends a turn.
 STOP = "--sampling.stop " + json.dumps(list(ascii_lowercase), separators=(",", ":"))

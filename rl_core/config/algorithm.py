@@ -52,11 +52,22 @@ class CriticConfig(Section, prefix="critic."):
 
 @dataclass(kw_only=True)
 class PreferenceConfig(Section, prefix="preference."):
-    beta: Positive = flag(0.1, "DPO: strength of the KL to the reference")
-    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "ipo_norm", "hinge"] = flag(
-        "sigmoid", "DPO: loss of a pair's margin; norm: length-normalized, mean of token logprobs"
+    beta: Positive | None = flag(
+        None,
+        "strength of DPO's and KTO's KL (0.1); SimPO's scale (2); ORPO's lambda (0.1)",
+        only=("dpo", "simpo", "orpo", "kto"),
     )
-    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = flag(0.0, "DPO: fraction of swapped pairs")
+    loss: Literal["sigmoid", "sigmoid_norm", "ipo", "ipo_norm", "hinge"] = flag(
+        "sigmoid",
+        "DPO: loss of a pair's margin; norm: length-normalized, mean of token logprobs",
+        only=("dpo",),
+    )
+    label_smoothing: Annotated[float, Ge(0), Le(0.5)] = flag(
+        0.0, "DPO, SimPO: fraction of swapped pairs", only=("dpo", "simpo")
+    )
+    simpo_gamma: NotNegative = flag(1.0, "SimPO: target margin of the rewards", only=("simpo",))
+    desirable_weight: NotNegative = flag(1.0, "KTO: weight of good replies", only=("kto",))
+    undesirable_weight: NotNegative = flag(1.0, "KTO: weight of bad replies", only=("kto",))
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,7 @@ class Config(Section):
         None, "Python file with hooks, or a name that rl-core envs lists; several: a.py,b.py"
     )
     out: str | None = flag(None, "output folder of the run; new, unless --resume")
-    tasks_per_step: AtLeast1 = flag(16, "tasks (sft, dpo, rm: rows) of one step")
+    tasks_per_step: AtLeast1 = flag(16, "tasks (without episodes: rows) of one step")
     group_size: AtLeast1 = flag(8, "episodes (generations) of each task")
     num_steps: Count = flag(100, "steps of the whole run")
     num_epochs: Positive | None = flag(None, "instead of num_steps: passes over the training rows")
@@ -120,7 +120,9 @@ class Config(Section):
     sandbox: SandboxConfig = flag(SandboxConfig, "boxes of agents", only=RL)
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss", only=RL)
     critic: CriticConfig = flag(CriticConfig, "value model (ppo)", only=RL)
-    preference: PreferenceConfig = flag(PreferenceConfig, "loss of pairs (dpo)", only=("dpo",))
+    preference: PreferenceConfig = flag(
+        PreferenceConfig, "loss of pairs, and of replies with a label"
+    )
     sft: SftConfig = flag(SftConfig, "what SFT trains", only=("sft",))
     learner: LearnerConfig = flag(LearnerConfig, "batches and memory")
     optim: OptimConfig = flag(OptimConfig, "optimizer and schedule")
@@ -201,6 +203,6 @@ class Config(Section):
 
     @property
     def longest_sample(self) -> int:
-        """Tokens on one rank of the longest episode, or of both replies of a pair."""
-        num = 2 if self.algorithm in ("dpo", "rm") else 1
+        """Tokens on one rank of the longest episode, or of both samples of a row."""
+        num = 2 if PRESETS[self.algorithm].is_pairs else 1
         return math.ceil(num * self.max_context_tokens / self.cp)

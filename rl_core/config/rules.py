@@ -70,6 +70,11 @@ OF_RUN = [
         "sigmoid; add it, or leave the smoothing out",
     ),
     (
+        lambda c: c.algorithm == "kto" and c.tasks_per_step < 2,
+        "--tasks_per_step={c.tasks_per_step}: --algorithm kto puts the reply of another row of "
+        "the step behind each prompt; take at least 2",
+    ),
+    (
         lambda c: (
             c.rollout.stale_policy_frac and any(a.lora_base or a.servers for a in c.actors.values())
         ),

@@ -1,5 +1,5 @@
 """Rows of preference pairs -> TrainingSamples: two replies for DPO, two conversations for a reward
-model."""
+model. Rows of one reply and a label -> samples for KTO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from torch.utils.data import ConcatDataset
 from rl_core.data.chat import Chat
 from rl_core.data.images import SIDE_IMAGES
 from rl_core.data.messages import as_context, text_of, with_prefixes
-from rl_core.data.sft_samples import sft_samples, shared_length
+from rl_core.data.sft_samples import (
+    samples_of_messages,
+    sft_messages,
+    sft_samples,
+    shared_length,
+    trained_messages,
+)
 from rl_core.data.task_rows import (
     column_messages,
     prompt_messages,
@@ -24,7 +30,7 @@ from rl_core.data.task_rows import (
     shorten,
     with_opening,
 )
-from rl_core.types import Message, Row, TrainingSample
+from rl_core.types import PER_TOKEN, Message, Row, TrainingSample
 
 PAIR = ("chosen", "rejected")
 # Columns that may say which of two replies is better.
@@ -33,6 +39,7 @@ LABELS = re.compile(
     "_(preference|winner|choice|preferred)$",
     re.I,
 )
+REPLY_LABELS = ("label", "kto_tag")  # Columns that say if a single reply is good.
 RATED = {"prompt", "response", "helpfulness"}
 
 
@@ -135,6 +142,60 @@ def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
         images = tuple(dict.fromkeys(chat.images_of(side)))
         samples.append(TrainingSample(token_ids=padded, loss_mask=mask, images=images, **zeros))
     return with_margin(samples, row)
+
+
+def row_label(row: Row) -> bool:
+    """The label of a row's reply: column `label`, or LLaMA-Factory's `kto_tag`. Raises ValueError
+    if it is not true, false, 1 or 0."""
+    column = next((name for name in REPLY_LABELS if row.get(name) is not None), None)
+    if column is None:
+        raise ValueError(
+            "it needs a column 'label', true if the reply is good and false if it is bad; read "
+            "another by --data.columns label=NAME, or train pairs by --algorithm dpo"
+        )
+    value = row[column]
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        raise ValueError(
+            f"column {column!r} must be true (a good reply) or false, is {shorten(value)}"
+        )
+    return bool(value)
+
+
+def labelled_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
+    """The conversation of a row with one reply; everything up to the last message of a user is
+    context, with "train": False. Raises ValueError if its label or its reply is missing."""
+    row_label(row)
+    messages = sft_messages(row, notes)
+    end = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    messages = as_context(messages[: end + 1]) + messages[end + 1 :]
+    if not trained_messages(messages):
+        raise ValueError("the last message of a user has no reply: end with an assistant's message")
+    return messages
+
+
+def labelled_reply(chat: Chat, row: Row) -> list[TrainingSample]:
+    """[the sample of a row with one reply]. Advantages are 1 for a good reply, -1 for a bad one."""
+    sign, messages = 1.0 if row_label(row) else -1.0, labelled_messages(row)
+    samples = samples_of_messages(row_chat(chat, row), messages, row_tools(row))
+    if len(samples) != 1:
+        raise ValueError(
+            f"the chat template rewrites earlier turns of the reply, so that its tokens are "
+            f"{len(samples)} sequences; give a reply of one assistant message"
+        )
+    return [replace(samples[0], advantages=sign * samples[0].loss_mask)]
+
+
+def mismatched(sample: TrainingSample, other: TrainingSample, limit: int) -> TrainingSample:
+    """The prompt of `sample` and the reply of `other`, cut to `limit` tokens."""
+    first, start = sample.loss_mask.argmax(), other.loss_mask.argmax()
+    columns = {}
+    for name in PER_TOKEN:
+        parts = getattr(sample, name)[:first], getattr(other, name)[start:]
+        columns[name] = np.concatenate(parts)[:limit]
+    columns["advantages"] = np.zeros(len(columns["token_ids"]))
+    read = {-key for key in columns["token_ids"].tolist()}
+    images = {image.key: image for image in (*sample.images, *other.images) if image.key in read}
+    return replace(sample, **columns, images=tuple(images.values()))
 
 
 def with_margin(samples: list[TrainingSample], row: Row) -> list[TrainingSample]:

@@ -52,6 +52,18 @@ def sft_samples(
     if observation_weight:
         turns, is_action = with_observations(chat, messages, turns, tools)
         weights = [action_weight if action else observation_weight for action in is_action]
+    return samples_of_turns(turns, weights)
+
+
+def samples_of_messages(
+    chat: Chat, messages: list[Message], tools: list | None
+) -> list[TrainingSample]:
+    """Samples of a conversation's trained messages, with advantages 1."""
+    turns = sft_turns(chat, messages, tools)
+    return samples_of_turns(turns, [1.0] * len(turns))
+
+
+def samples_of_turns(turns: list[Turn], weights: list[float]) -> list[TrainingSample]:
     samples = []
     for sample in samples_from_turns(turns, weights):
         # Tokens of images, which have negative ids, are never trained.

@@ -31,6 +31,10 @@ def of_algorithm(c: LearnerContext) -> Iterator[LearnerExtension]:
         from rl_core.learning.kl import make_reference
 
         yield make_reference(c)
+    if algorithm.objective == "kto":
+        from rl_core.learning.kl import MismatchedKL
+
+        yield MismatchedKL(c)
     if algorithm.has_critic:
         from rl_core.learning.ppo import make_critic
 

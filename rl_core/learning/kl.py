@@ -1,15 +1,16 @@
-"""The reference model of KL penalties and DPO: frozen as at the start of the run, or updated from
-the policy."""
+"""The reference model of KL penalties, DPO and KTO: frozen as at the start of the run, or updated
+from the policy."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.distributed import in_fp64
 from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import LearnerContext, LearnerExtension
-from rl_core.metrics import Metric
+from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
 from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
@@ -62,6 +63,29 @@ def frozen_model(context: LearnerContext, path: str) -> Policy:
     with model.on_device():
         pass  # The model leaves the device at the end.
     return model
+
+
+class MismatchedKL(LearnerExtension):
+    """KTO's reference point z0 = max(0, mean of l): l is the sum of logprobs - ref_logprobs over a
+    reply behind another row's prompt, the mean over all rows of the step, on all ranks, by the
+    policy at its start (Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1)."""
+
+    def __init__(self, context: LearnerContext):
+        self.context = context
+
+    def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
+        c, sums = self.context, {}
+        if not batches:  # Then no rank has any.
+            return {}
+        for batch in batches:
+            assert batch.ref_logprobs is not None
+            logratios = c.policy(batch, c.temperature, c.adapter)[0] - batch.ref_logprobs
+            total = torch.where(batch.sequences % 2 == 1, logratios, 0.0).sum()
+            add_metrics(sums, {"kl": Mean(total, len(batch.paths) // 2)})
+        kl = max(0.0, reduce_metrics(sums, c.ranks)["kl"])
+        for batch in batches:
+            batch.values = torch.full_like(batch.advantages, kl)
+        return {"mismatched_kl_nats": Mean(kl)}
 
 
 class KLPenalty(LearnerExtension):

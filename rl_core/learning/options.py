@@ -42,7 +42,7 @@ OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
 
 
 def pair_loss(algorithm: Algorithm) -> Loss | None:
-    """The loss of DPO and reward models; None if tokens are trained."""
+    """The loss of pairs and labelled replies; None if tokens are trained."""
     if not algorithm.is_pairs:
         return None
     from rl_core.learning.preference import LOSSES

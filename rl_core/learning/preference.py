@@ -1,11 +1,14 @@
-"""Losses of preference pairs. `replies` [M] is each token's reply: 2p for the chosen reply of pair
-p, 2p + 1 for the rejected one. A loss comes with rewards [P, 2], the implicit rewards of both
-replies.
+"""Losses of preference pairs and of labelled replies. `replies` [M] is each token's reply: 2p for
+the chosen reply of pair p, 2p + 1 for the rejected one. A loss comes with rewards [P, 2], the
+implicit rewards of both replies.
 
-Legend: M trained tokens, P pairs.
+Legend: M trained tokens, P pairs, or rows of one reply.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,16 +18,41 @@ from rl_core.config import Config, PreferenceConfig
 from rl_core.metrics import Mean, Metric
 from rl_core.types import PackedBatch
 
+# Defaults of --preference.beta.
+BETA, SIMPO_BETA = 0.1, 2.0
+MAX_MEAN = -1e-6  # Mean logprob of a reply above which the odds have no gradient.
+
 
 def losses_of_replies(
+    losses_of: Callable[..., tuple[Tensor, Tensor]],
+    config: Config,
+    batch: PackedBatch,
+    logprobs: Tensor,
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Losses of a batch's pairs, [P], from the logprobs [M] of its tokens. Its samples alternate:
+    chosen, rejected. `losses_of`: a function of [M] log-ratios, or logprobs without a reference."""
+    pairs = batch.sequences, len(batch.paths) // 2
+    values = logprobs if batch.ref_logprobs is None else logprobs - batch.ref_logprobs
+    losses, rewards = losses_of(values, *pairs, config.preference)
+    return losses, pair_metrics(rewards)
+
+
+def losses_of_labels(
     config: Config, batch: PackedBatch, logprobs: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """DPO losses of a batch's pairs, [P], from the logprobs [M] of its tokens. Its samples
-    alternate: chosen, rejected."""
-    pairs = batch.sequences, len(batch.paths) // 2
-    assert batch.ref_logprobs is not None
-    losses, rewards = dpo_losses(logprobs, batch.ref_logprobs, *pairs, config.preference)
-    return losses, pair_metrics(rewards)
+    """KTO losses of a batch's rows, [P]. Its samples alternate: the reply, whose advantage is 1 or
+    -1, and the mismatched one, whose KL is in values."""
+    assert batch.ref_logprobs is not None and batch.values is not None
+    rows = batch.sequences, len(batch.paths) // 2
+    signs = reply_sums(batch.advantages, *rows)[:, 0].sign()
+    losses, rewards = kto_losses(
+        logprobs - batch.ref_logprobs, signs, batch.values[:1], *rows, config.preference
+    )
+    metrics: dict[str, Metric] = {}
+    for name, is_label in {"chosen": signs > 0, "rejected": signs < 0}.items():
+        total = torch.where(is_label, rewards.detach(), 0.0).sum()
+        metrics[f"{name}_reward_mean"] = Mean(total, is_label.sum())
+    return losses, metrics
 
 
 def losses_of_scores(
@@ -48,31 +76,78 @@ def pair_metrics(rewards: Tensor) -> dict[str, Metric]:
     return {name: Mean(value.sum(), len(value)) for name, value in values.items()}
 
 
+def reply_sums(values: Tensor, replies: Tensor, num_pairs: int) -> Tensor:
+    """[P, 2] sums over the tokens of both replies."""
+    return values.new_zeros(2 * num_pairs).index_add(0, replies, values).view(-1, 2)
+
+
+def reply_means(values: Tensor, replies: Tensor, num_pairs: int) -> Tensor:
+    """[P, 2] means over the tokens of both replies."""
+    counts = reply_sums(torch.ones_like(values), replies, num_pairs)
+    return reply_sums(values, replies, num_pairs) / counts
+
+
+def sigmoid_losses(margins: Tensor, e: float) -> Tensor:
+    """-(1 - e) log sigma(margin) - e log sigma(-margin), with label smoothing e (Mitchell 2023, "A
+    note on DPO with noisy preferences")."""
+    return -(1 - e) * logsigmoid(margins) - e * logsigmoid(-margins)
+
+
 def dpo_losses(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    replies: Tensor,
-    num_pairs: int,
-    config: PreferenceConfig,
+    logratios: Tensor, replies: Tensor, num_pairs: int, config: PreferenceConfig
 ) -> tuple[Tensor, Tensor]:
-    """With the log-ratio l = sum of logprobs - ref_logprobs over a reply (its mean in losses with
-    _norm) and h = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023,
-    arXiv:2305.18290, eq. 7), which label smoothing e makes -(1 - e) log sigma(beta h) - e log
-    sigma(-beta h) (Mitchell 2023, "A note on DPO with noisy preferences"); ipo (h - 1 / (2 beta))^2
-    (Azar et al. 2023, arXiv:2310.12036, eq. 17); hinge max(0, 1 - beta h) (Zhao et al. 2023,
-    arXiv:2305.10425). A reply's reward is beta l."""
-    logratios = logprobs - ref_logprobs
-    sums = logratios.new_zeros(2 * num_pairs).index_add(0, replies, logratios)
-    if config.loss.endswith("_norm"):
-        sums = sums / torch.zeros_like(sums).index_add(0, replies, torch.ones_like(logratios))
-    rewards = config.beta * sums.view(-1, 2)
+    """With l the sum of logprobs - ref_logprobs over a reply (the mean in losses with _norm) and h
+    = l(chosen) - l(rejected): sigmoid -log sigma(beta h) (Rafailov et al. 2023, arXiv:2305.18290,
+    eq. 7); ipo (h - 1 / (2 beta))^2 (Azar et al. 2023, arXiv:2310.12036, eq. 17); hinge max(0, 1 -
+    beta h) (Zhao et al. 2023, arXiv:2305.10425). A reply's reward is beta l."""
+    beta = config.beta or BETA
+    reduce = reply_means if config.loss.endswith("_norm") else reply_sums
+    rewards = beta * reduce(logratios, replies, num_pairs)
     margin = rewards[:, 0] - rewards[:, 1]
     if config.loss.startswith("ipo"):
-        return (margin / config.beta - 1 / (2 * config.beta)) ** 2, rewards
+        return (margin / beta - 1 / (2 * beta)) ** 2, rewards
     if config.loss == "hinge":
         return torch.relu(1 - margin), rewards
-    e = config.label_smoothing
-    return -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin), rewards
+    return sigmoid_losses(margin, config.label_smoothing), rewards
+
+
+def simpo_losses(
+    logprobs: Tensor, replies: Tensor, num_pairs: int, config: PreferenceConfig
+) -> tuple[Tensor, Tensor]:
+    """-log sigma(r(chosen) - r(rejected) - gamma); a reply's reward r is beta times its mean
+    logprob (Meng et al. 2024, arXiv:2405.14734, eq. 6)."""
+    rewards = (config.beta or SIMPO_BETA) * reply_means(logprobs, replies, num_pairs)
+    margins = rewards[:, 0] - rewards[:, 1] - config.simpo_gamma
+    return sigmoid_losses(margins, config.label_smoothing), rewards
+
+
+def orpo_losses(
+    logprobs: Tensor, replies: Tensor, num_pairs: int, config: PreferenceConfig
+) -> tuple[Tensor, Tensor]:
+    """-p(chosen) - beta log sigma(o(chosen) - o(rejected)), with the mean logprob p of a reply and
+    its log-odds o = p - log(1 - exp(p)) (Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7). A
+    reply's reward is beta p."""
+    beta, means = config.beta or BETA, reply_means(logprobs, replies, num_pairs)
+    odds = means - torch.log(-torch.expm1(means.clamp(max=MAX_MEAN)))
+    losses = -means[:, 0] - beta * logsigmoid(odds[:, 0] - odds[:, 1])
+    return losses, beta * means
+
+
+def kto_losses(
+    logratios: Tensor,
+    signs: Tensor,
+    kl: Tensor,
+    replies: Tensor,
+    num_rows: int,
+    config: PreferenceConfig,
+) -> tuple[Tensor, Tensor]:
+    """w (1 - sigma(sign beta (l - z0))), with l as in DPO, sign 1 and the desirable weight w for a
+    good reply, -1 and the undesirable one for a bad reply (Ethayarajh et al. 2024,
+    arXiv:2402.01306, eq. 7). A reply's reward is beta l. `signs`: [P]; `kl`: z0."""
+    beta = config.beta or BETA
+    rewards = beta * reply_sums(logratios, replies, num_rows)[:, 0]
+    weights = torch.where(signs > 0, config.desirable_weight, config.undesirable_weight)
+    return weights * torch.sigmoid(signs * (beta * kl - rewards)), rewards
 
 
 def rm_losses(
@@ -88,4 +163,10 @@ def rm_losses(
 
 
 # Preset -> loss.
-LOSSES = {"dpo": losses_of_replies, "rm": losses_of_scores}
+LOSSES = {
+    "dpo": partial(losses_of_replies, dpo_losses),
+    "simpo": partial(losses_of_replies, simpo_losses),
+    "orpo": partial(losses_of_replies, orpo_losses),
+    "kto": losses_of_labels,
+    "rm": losses_of_scores,
+}

@@ -301,7 +301,7 @@ def facts(plan: Plan) -> JSONObject:
     samples, each = "rows", 1
     if config.is_rl:
         samples, each = "episodes", config.group_size
-    elif plan.algorithm.is_pairs:
+    elif plan.algorithm.reads_pairs:
         samples, each = "replies", 2
     sources = {f"eval/{name}": source for name, source in plan.eval.items()}
     for source in plan.train.sources:

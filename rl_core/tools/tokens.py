@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_core.algorithms import PRESETS
 from rl_core.tools.parser import Parser
 from rl_core.train import say_loading
 from rl_core.types import InputImage
@@ -63,13 +64,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="rl-core tokens --data.train FILE --model FOLDER [--algorithm sft] [flags of train]",
         description=__doc__,
     )
-    parser.add_argument("--algorithm", default="sft", help="sft, dpo, rm, grpo, ... [sft]")
+    parser.add_argument("--algorithm", default="sft", help="sft, dpo, kto, grpo, ... [sft]")
     parser.add_argument("--rows", type=int, default=10, help="number of rows, from the first [10]")
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object a row: token ids, mask, weight"
     )
     options, flags = parser.parse_known_args(argv)
-    if options.algorithm not in ("sft", "dpo", "rm"):
+    if options.algorithm not in PRESETS or PRESETS[options.algorithm].is_rl:
         flags = ["--env_path", NO_ENV, *flags]
     return options, [*flags, "--algorithm", options.algorithm]
 

@@ -362,6 +362,7 @@ REMARKED = {
     "score": ("sft", {"messages": TALK, "score": 0.0}, "column 'score' is false or 0"),
     "resolved, RL": ("grpo", ASKED | {"resolved": False}, ""),
     "kto, good": ("sft", ASKED | {"completion": "It is 4.", "label": True}, ""),
+    "kto, trained": ("kto", ASKED | {"completion": "It is 5.", "kto_tag": False}, ""),
     "kto, prompts": ("grpo", ASKED | {"label": False}, ""),
     "scores": ("dpo", PREFERRED | {"score_chosen": 2, "score_rejected": 8.5}, "'score_chosen' is"),
     "ratings": ("rm", PREFERRED | {"chosen_rating": 2, "rejected_rating": 3}, "'chosen_rating' is"),

@@ -89,9 +89,13 @@ def parse_train(words: list[str]) -> None:
     )
     if any(word.endswith(".yaml") for word in words):
         words, filled = ["--config", *words], ("--out", "runs/x")
-    if "--algorithm" in words and words[words.index("--algorithm") + 1] in ("sft", "dpo", "rm"):
+    if "--algorithm" in words and not is_rl(words):
         filled = [w for w in filled if w not in ("--env_path", "e.py")]
     parse_config([*words, *filled])
+
+
+def is_rl(words: list[str]) -> bool:
+    return PRESETS[words[words.index("--algorithm") + 1]].is_rl
 
 
 def check_command(words: list[str]) -> None:

@@ -30,10 +30,11 @@ from pathlib import Path
 
 import kit
 import pytest
-from kit import LETTERS, PAIRS, ROOT, TALK, RanksProcess, wait_until
+from kit import LABELLED, LETTERS, PAIRS, ROOT, TALK, RanksProcess, wait_until
 from PIL import Image
 from test_docs import PAGES, check_command, commands_in
 
+from rl_core.algorithms import PRESETS
 from rl_core.tools.api import train
 
 # A fenced block, and the mark in the line above it.
@@ -77,6 +78,7 @@ FILES = {
     "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
     "held_out.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS[:2]),
     "pairs.jsonl": "".join(json.dumps(row) + "\n" for row in PAIRS),
+    "labelled.jsonl": "".join(json.dumps(row) + "\n" for row in LABELLED),
     "e.py": LETTERS.replace("1000", "100"),
     "my_env.py": next(code for _, _, code in BLOCKS["README.md"] if code.startswith("# my_env.py")),
     "talk.py": TALK.replace('"bob -> alice -> bob"', '"bob -> alice -> judge"'),
@@ -405,7 +407,7 @@ def smaller(args: list[str]) -> list[str]:
 
 
 def is_learned_from_rows(flags: list[str]) -> bool:
-    return "--algorithm" in flags and flags[flags.index("--algorithm") + 1] in ("sft", "dpo", "rm")
+    return "--algorithm" in flags and not PRESETS[flags[flags.index("--algorithm") + 1]].is_rl
 
 
 def free_port() -> int:

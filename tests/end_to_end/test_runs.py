@@ -161,6 +161,7 @@ TWO_RANKS = {
     "states": (f"{RL.replace('letters', 'keyed')} {STOP} --algo.turn_discount 0.9", ""),
     "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.weights 0.25,0.5", ""),
     "dpo": (DPO, ""),
+    "kto": (f"{FIT} --algorithm kto --data.train {{dir}}/labelled.jsonl", ""),
     "rm, one pair": (f"{RM} --tasks_per_step 1", ""),
     "adapter": (f"{RL} {LORA}", ""),
     "two actors": (TWO, "--learner.offload phase"),

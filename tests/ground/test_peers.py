@@ -17,13 +17,14 @@ SPELLINGS = """
 lr --optim.lr
 per-device-train-batch-size --tasks_per_step (prompts: TRL's batch of completions
 micro_batch_size --learner.microbatch_tokens (tokens of one forward and backward
-train_batch_size --tasks_per_step (tasks (sft, dpo, rm: rows) of one step)
+train_batch_size --tasks_per_step (tasks (without episodes: rows) of one step)
 ppo_mini_batch_size --learner.updates_per_epoch (optimizer updates (minibatches) of one epoch
 log_prob_micro_batch_size --learner.logprob_microbatch_tokens (tokens of a forward without
 save_steps --save_every (checkpoint every N steps
 optim.learning_rate --optim.lr
 optimizer.lr --optim.lr
 num_generations --group_size
+kto_chosen_weight --preference.desirable_weight (KTO: weight of good replies)
 steps --num_steps
 batch_size --tasks_per_step
 bf16 --learner.dtype=bfloat16

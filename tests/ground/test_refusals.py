@@ -84,6 +84,12 @@ REFUSED = {
         "--algorithm dpo --data.train "
         "{dir}/equal.jsonl": "row 1 of {dir}/equal.jsonl: 'chosen' and 'rejected' have ... "
         "remove this row",
+        "--algorithm kto": "row 1 of {dir}/pairs.jsonl: it needs a column 'label' ... or train "
+        "pairs by --algorithm dpo",
+        "--algorithm kto --data.train {dir}/unlabelled.jsonl": "row 1 of {dir}/unlabelled.jsonl: it "
+        "needs a column 'label', true if the reply is good",
+        "--algorithm kto --data.train {dir}/yes.jsonl": "row 1 of {dir}/yes.jsonl: column 'kto_tag' "
+        "must be true (a good reply) or false, is 'yes'",
     },
     TWO: {
         "--env_path {dir}/alicia.py": "alicia ... alice",
@@ -163,6 +169,9 @@ def folders(places):
     (folder / "equal.jsonl").write_text(
         json.dumps({"prompt": "1", "chosen": "a", "rejected": "a"}) + "\n"
     )
+    reply = {"prompt": "1", "completion": "a"}
+    (folder / "unlabelled.jsonl").write_text(json.dumps(reply) + "\n")
+    (folder / "yes.jsonl").write_text(json.dumps(reply | {"kto_tag": "yes"}) + "\n")
     (folder / "choosen.jsonl").write_text(
         json.dumps({"prompt": "1", "choosen": "a", "rejected": "b"}) + "\n"
     )
@@ -429,6 +438,11 @@ FLAGS = [
         f"{DPO} --preference.label_smoothing 0.1 --preference.loss ipo",
         "needs --preference.loss sigmoid",
     ),
+    (MODEL, "--algorithm simpo --preference.loss ipo", "no meaning for --algorithm simpo"),
+    (MODEL, "--algorithm orpo --preference.simpo_gamma 0.5", "no meaning for --algorithm orpo"),
+    (MODEL, "--algorithm simpo --algo.reference m", "no meaning for --algorithm simpo"),
+    (MODEL, f"{DPO} --preference.desirable_weight 2", "no meaning for --algorithm dpo"),
+    (MODEL, "--algorithm kto --tasks_per_step 1", "--tasks_per_step=1: --algorithm kto puts the"),
     # older weights
     (
         MODEL,

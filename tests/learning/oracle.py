@@ -330,18 +330,39 @@ class Oracle:
         return total
 
     def pair_losses(self, samples) -> Tensor:
-        """Bradley-Terry with a margin on last tokens; DPO's sigmoid."""
-        losses = []
+        """Bradley-Terry with a margin on last tokens; the papers' losses of sums or means of
+        logprobs."""
+        losses, kind, flags = [], self.a.objective, self.c.preference
+        if kind == "kto":
+            logratios = []
+            for s in samples:
+                logratio = logprobs(self.policy.hf, s).sum() - self.reference(s).sum()
+                logratios.append(logratio)
+            reached = torch.stack(logratios[1::2]).mean().detach().clamp(min=0)
+            for s, logratio in zip(samples[::2], logratios[::2], strict=True):
+                gain, weight = logratio - reached, flags.desirable_weight
+                if s.advantages.min() < 0:
+                    gain, weight = -gain, flags.undesirable_weight
+                losses.append(weight * (1 - torch.sigmoid(flags.beta * gain)))
+            return torch.stack(losses).mean()
         for one, other in zip(samples[::2], samples[1::2], strict=True):
             if self.a.is_scoring:
                 won, lost = (scores(self.policy.hf, s)[-1] for s in (one, other))
                 gap = won - lost - float(one.advantages.max())
+            elif kind != "dpo":
+                means = [logprobs(self.policy.hf, s).mean() for s in (one, other)]
+                gap = flags.beta * (means[0] - means[1]) - flags.simpo_gamma
+                if kind == "orpo":
+                    odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+                    ratio = torch.nn.functional.logsigmoid((odds[0] / odds[1]).log())
+                    losses.append(-means[0] - flags.beta * ratio)
+                    continue
             else:
                 won, lost = (
                     logprobs(self.policy.hf, s).sum() - self.reference(s).sum()
                     for s in (one, other)
                 )
-                gap = self.c.preference.beta * (won - lost)
+                gap = (flags.beta or 0.1) * (won - lost)
             losses.append(-torch.nn.functional.logsigmoid(gap))
         return torch.stack(losses).mean()
 

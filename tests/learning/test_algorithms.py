@@ -74,6 +74,9 @@ TABLE = {
     "opd": {"advantage": "zero", "normalize": "batch"},
     "sft": {"objective": "nll"},
     "dpo": {"objective": "dpo"},
+    "simpo": {"objective": "simpo"},
+    "orpo": {"objective": "orpo"},
+    "kto": {"objective": "kto"},
     "rm": {"objective": "rm"},
 }
 

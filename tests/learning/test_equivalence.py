@@ -122,15 +122,23 @@ def models(made_once, make_model) -> Callable[[str], str]:
     return get
 
 
-def pairs() -> list:
+def pairs(seed: int = 0) -> list:
     """Pairs of replies behind one prompt each, the chosen one first, with a margin."""
-    draw, samples = random.Random(0), []
+    draw, samples = random.Random(seed), []
     for group in range(6):
         prompt = [draw.randrange(8, 104) for _ in range(12)]
         for margin in (0.3, 0.0):
             reply = [draw.randrange(8, 104) for _ in range(draw.randint(2, 9))]
             mask = [0] * len(prompt) + [1] * len(reply)
             samples.append(sample(prompt + reply, mask, margin, f"{group}"))
+    return samples
+
+
+def labelled() -> list:
+    """Replies with their labels, and behind each the mismatched one. Their KL is above 0."""
+    samples = pairs(3)
+    for s, sign in zip(samples, [1, 0, -1, 0] * 3, strict=True):
+        s.advantages = (sign * s.loss_mask).astype("float32")
     return samples
 
 
@@ -266,6 +274,7 @@ SAMPLES: dict[str, Callable[[], list]] = {
     "forest": lambda: forest(3),
     "deep": lambda: forest(6),
     "pairs": pairs,
+    "labelled": labelled,
     "pictures": pictures,
     "one picture": one_picture,
     "picture pairs": picture_pairs,
@@ -319,6 +328,8 @@ LAYOUTS = {
     "recompute": "--learner.activations recompute --learner.microbatch_tokens 110",
     "offload": "--learner.activations offload",
     "pairs": "--max_prompt_tokens 21 --max_tokens 21 --learner.microbatch_tokens 84",
+    "joined pairs": "--max_prompt_tokens 21 --max_tokens 21 --learner.microbatch_tokens 84 "
+    "--learner.logprob_microbatch_tokens 300",
     "joined": "--learner.microbatch_tokens 110 --learner.logprob_microbatch_tokens 300",
 }
 EVERY, SOME = tuple(MESHES), ("dp", "tp")
@@ -390,6 +401,15 @@ CASES = {
     "envs, top-k": Case(f"{TAUGHT} {OF_ENVS} {TRUNCATED}", level=-1.4),
     "dpo": Case("--algorithm dpo --algo.reference OTHER", meshes=EVERY, **PAIRS),
     "rm": Case("--algorithm rm", model="critic", meshes=EVERY, **PAIRS),
+    "simpo": Case("--algorithm simpo --preference.beta 1.5", meshes=SOME, **PAIRS),
+    "orpo": Case("--algorithm orpo --preference.beta 0.5", meshes=SOME, **PAIRS),
+    "kto": Case(
+        "--algorithm kto --algo.reference OTHER --preference.beta 0.3 "
+        "--preference.desirable_weight 0.7 --preference.undesirable_weight 1.3",
+        ("labelled",),
+        layouts=("joined pairs", "pairs"),
+        meshes=EVERY,
+    ),
     "qwen2": Case("", ("deep",), "qwen2", layouts=PARTS, meshes=EVERY),
     "llama": Case("--algorithm sft", ("deep",), "llama", layouts=PARTS, meshes=("tp",)),
     "mistral": Case("", ("deep",), "mistral", layouts=PARTS),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -20,12 +19,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rl_core.config import PreferenceConfig
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.packing import pack_samples
-from rl_core.data.preference_pairs import PAIR, pair_rows, reply_pair, scored_pair
-from rl_core.data.sft_samples import sft_samples
-from rl_core.data.task_rows import read_row
+from rl_core.data.preference_pairs import (
+    PAIR,
+    labelled_reply,
+    mismatched,
+    pair_rows,
+    reply_pair,
+    scored_pair,
+)
+from rl_core.data.task_rows import make_task, read_row
+from rl_core.data.tasks.sft_dataset import SFTDataset
 from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner
-from rl_core.learning.preference import dpo_losses, rm_losses
+from rl_core.learning.preference import dpo_losses, orpo_losses, rm_losses, simpo_losses
 from rl_core.run.process.joining import init_ranks
 from rl_core.train import main
 from rl_core.types import TrainingSample
@@ -123,6 +129,29 @@ def test_earlier_turns_of_a_conversation_are_context_only():
     prompt = chat.prompt_ids(talk)
     for side in (chosen, rejected):
         assert side.token_ids[: len(prompt)].tolist() == prompt
+
+
+LABELLED = [
+    {"prompt": "hello", "completion": "the fox", "label": True},
+    {"prompt": [user("hello")], "completion": [says("the fox")], "kto_tag": 1},
+    {"messages": [user("hello"), says("the fox")], "label": True},
+    {"conversations": [user("x"), says("y"), user("hello"), says("the fox")], "label": True},
+]
+
+
+@pytest.mark.parametrize("row", LABELLED)
+def test_every_form_of_a_labelled_row_trains_its_last_reply(row):
+    chat = Chat(make_tokenizer(), CHATML)
+    bad = {name: 0 if value in (True, 1) else value for name, value in row.items()}
+    for labelled, sign in ((row, 1.0), (bad, -1.0)):
+        [sample] = labelled_reply(chat, read_row(labelled))
+        assert chat.decode(trained(sample)) == "the fox"
+        assert set(sample.advantages[sample.loss_mask]) == {sign}
+    [other] = labelled_reply(chat, {"prompt": "52341", "completion": "a" * 9, "label": False})
+    mixed = mismatched(sample, other, limit=len(sample.token_ids) + 2)
+    prompt = sample.token_ids[: sample.loss_mask.argmax()].tolist()
+    assert mixed.token_ids.tolist() == (prompt + trained(other))[: len(sample.token_ids) + 2]
+    assert not mixed.advantages.any() and trained(mixed) == mixed.token_ids[len(prompt) :].tolist()
 
 
 def test_a_margin_is_carried_by_the_chosen_side():
@@ -269,7 +298,7 @@ def test_dpo_losses_are_the_papers_formulas(loss, smoothing):
     config = PreferenceConfig(beta=0.3, loss=loss, label_smoothing=smoothing)
     pairs = ragged_pairs(7)
     replies, logprobs, ref, _ = columns(pairs)
-    losses, rewards = dpo_losses(logprobs, ref, replies, 7, config)
+    losses, rewards = dpo_losses(logprobs - ref, replies, 7, config)
     for p in range(7):
         ratios = [
             sum(a - b for a, b, _ in pairs[r]) / (len(pairs[r]) if loss.endswith("_norm") else 1)
@@ -296,10 +325,13 @@ def test_rm_losses_are_bradley_terry_on_last_tokens_with_a_margin():
         assert rewards[p].tolist() == [chosen, rejected]
 
 
+OF_REPLIES = dpo_losses, simpo_losses, orpo_losses
+
+
 def test_a_batch_without_pairs_has_a_loss_of_nothing():
     nothing, no_replies = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     for losses, rewards in (
-        dpo_losses(nothing, nothing, no_replies, 0, PreferenceConfig()),
+        *(of(nothing, no_replies, 0, PreferenceConfig()) for of in OF_REPLIES),
         rm_losses(nothing, nothing, no_replies, 0),
     ):
         assert losses.shape == (0,) and rewards.shape == (0, 2)
@@ -323,18 +355,17 @@ def make_learner(model, *flags, algorithm="dpo") -> Learner:
     """Its policy is a little away from the reference, which is the model; a reward model's head is
     not 0."""
     learner = kit.make_learner(model, "--algorithm", algorithm, *flags)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in learner.policy.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     return learner
 
 
-def pair_samples(model, rows=ROWS, algorithm="dpo"):
-    makers = {"sft": sft_samples, "dpo": reply_pair, "rm": scored_pair}
-    chat, samples_of = load_chat(str(model)), makers[algorithm]
-    samples = [(i, s) for i, row in enumerate(rows) for s in samples_of(chat, row)]
-    return [dataclasses.replace(s, group_id=f"{i:04d}") for i, s in samples]
+def row_samples(config, model, rows):
+    tasks = [make_task(row, i, "data", "train", is_pair=True) for i, row in enumerate(rows)]
+    dataset = SFTDataset(config, load_chat(str(model)))
+    return dataset.samples_at(tasks.__getitem__, range(len(rows)), init_ranks(60))
 
 
 def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
@@ -350,9 +381,17 @@ def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
     return grads, total
 
 
+SIMPO = {"beta": 1.5, "loss_type": "simpo", "cpo_alpha": 0.0}
+
+
 def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
     (batch,) = trainer.get_train_dataloader()
-    loss = trainer.compute_loss(trainer.model, batch)
+    if type(trainer).__name__ == "ORPOTrainer":
+        # TRL's own loss has the prompt's tokens in its SFT term; the paper's has the reply's alone.
+        chosen, rejected, *_ = trainer.concatenated_forward(trainer.model, batch)
+        loss = (-chosen - trainer.odds_ratio_loss(chosen, rejected)[0]).mean()
+    else:
+        loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
     return {n: p.grad for n, p in trainer.model.named_parameters()}, loss.item()
 
@@ -369,16 +408,36 @@ def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
         ),
         ("dpo", "--preference.loss ipo_norm", {"loss_type": "ipo"}),
         ("dpo", "--preference.loss sigmoid_norm", {"loss_type": "sigmoid_norm"}),
+        (
+            "simpo",
+            "--preference.beta 1.5 --preference.simpo_gamma 0.7",
+            SIMPO | {"simpo_gamma": 0.7},
+        ),
+        ("orpo", "--preference.beta 0.3", {"beta": 0.3}),
+        (
+            "kto",
+            "--preference.beta 0.3 --preference.desirable_weight 0.7 --preference.undesirable_weight 1.3",
+            {"beta": 0.3, "desirable_weight": 0.7, "undesirable_weight": 1.3},
+        ),
         ("rm", "", {}),
         ("rm with margins", "", {}),
     ],
 )
 def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_model, tmp_path):
     import trl
+    import trl.experimental.cpo
+    import trl.experimental.orpo
     from datasets import Dataset
 
     algorithm, _, has_margin = algorithm.partition(" ")
-    name = {"sft": "SFT", "dpo": "DPO", "rm": "Reward"}[algorithm]
+    package, name = {
+        "sft": (trl, "SFT"),
+        "dpo": (trl, "DPO"),
+        "kto": (trl, "KTO"),
+        "simpo": (trl.experimental.cpo, "CPO"),
+        "orpo": (trl.experimental.orpo, "ORPO"),
+        "rm": (trl, "Reward"),
+    }[algorithm]
     family = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
     rows = [{k: v for k, v in row.items() if has_margin or k != "margin"} for row in ROWS]
     theirs = [
@@ -386,9 +445,11 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
         | {"prompt": [user(row["prompt"])]}
         for row in rows
     ]
-    if algorithm == "sft":
+    if algorithm in ("sft", "kto"):
         theirs = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in theirs]
-        rows = [{"prompt": row["prompt"], "response": row["chosen"]} for row in rows]
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+        for number, row in enumerate([*theirs, *rows] if algorithm == "kto" else ()):
+            row["label"] = number % len(ROWS) % 2 == 0
     learner, model = (
         make_learner(tiny_model, flags, algorithm=algorithm),
         family.from_pretrained(tiny_model, num_labels=1),
@@ -400,20 +461,20 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
         "use_cpu": True,
         "bf16": False,
     }
-    trainer = getattr(trl, name + "Trainer")(
+    trainer = getattr(package, name + "Trainer")(
         model,
-        args=getattr(trl, name + "Config")(
+        args=getattr(package, name + "Config")(
             str(tmp_path), gradient_checkpointing=False, disable_tqdm=True, **options
         ),
         train_dataset=Dataset.from_list(theirs),
         processing_class=AutoTokenizer.from_pretrained(tiny_model),
         **(
             {"ref_model": AutoModelForCausalLM.from_pretrained(tiny_model)}
-            if algorithm == "dpo"
+            if algorithm in ("dpo", "kto")
             else {}
         ),
     )
-    samples = pair_samples(tiny_model, rows, algorithm)
+    samples = row_samples(learner.config, tiny_model, rows)
     (ours, loss), (expected, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
     assert loss == pytest.approx(trl_loss, rel=1e-5)
     assert_same(ours, expected, 1e-5)
@@ -424,7 +485,7 @@ def test_a_pair_computes_its_prompt_once(tiny_model):
     rows = [
         {"prompt": "a prompt that is much longer than replies", "chosen": "yes", "rejected": "no"}
     ] * 2
-    _, metrics = learner.shard(pair_samples(tiny_model, rows))
+    _, metrics = learner.shard(row_samples(learner.config, tiny_model, rows))
     assert metrics["pack/computed_tokens"].value < 0.65 * metrics["pack/tokens"].value
 
 

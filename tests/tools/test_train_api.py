@@ -215,7 +215,10 @@ def interrupt(step):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("algorithm, data", [("sft", "rows"), ("dpo", "pairs"), ("rm", "pairs")])
+@pytest.mark.parametrize(
+    "algorithm, data",
+    [("sft", "rows"), ("dpo", "pairs"), ("rm", "pairs"), ("orpo", "pairs"), ("kto", "labelled")],
+)
 def test_sft_rows_and_pairs_need_no_environment(algorithm, data, config_of):
     flags = {"algorithm": algorithm, "eval_every": 2, "max_tokens": 16}
     result = train(config_of("run", **flags), data=DATA[data][:4], eval_data=DATA[data][4:6])

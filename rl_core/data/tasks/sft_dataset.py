@@ -1,21 +1,31 @@
-"""Samples of rows for SFT, or of pairs for DPO and reward models. No row is tokenized twice."""
+"""Samples of rows for SFT and KTO, or of pairs for DPO and reward models."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat, text_of
-from rl_core.data.preference_pairs import LeftOutError, pair_messages, reply_pair, scored_pair
+from rl_core.data.preference_pairs import (
+    LeftOutError,
+    labelled_messages,
+    labelled_reply,
+    mismatched,
+    pair_messages,
+    reply_pair,
+    scored_pair,
+)
 from rl_core.data.rows import is_trajectory
 from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
-from rl_core.data.task_rows import Tasks, fits
+from rl_core.data.task_rows import fits
+from rl_core.distributed import Ranks
 from rl_core.types import Message, Row, Task, TrainingSample
 
 CACHED_TOKENS = 4_000_000  # 100 MB
 # Preset -> (chat, row, *sft.weights) -> TrainingSamples of a row of data.
-SAMPLES = {"sft": sft_samples, "dpo": reply_pair, "rm": scored_pair}
+SAMPLES = {"sft": sft_samples, "rm": scored_pair, "kto": labelled_reply}
+SAMPLES |= dict.fromkeys(("dpo", "simpo", "orpo"), reply_pair)
 
 
 def check_rows(config: Config, rows: Sequence[Row], path: str, is_train: bool) -> None:
@@ -58,11 +68,22 @@ class SFTDataset:
                 self.known[task.id] = samples
         return [replace(sample, group_id=group_id) for sample in samples]
 
-    def samples_at(self, tasks: Tasks, positions: Iterable[int]) -> list[TrainingSample]:
-        """Samples of the tasks at these positions."""
+    def samples_at(
+        self, task_at: Callable[[int], Task], positions: Sequence[int], ranks: Ranks
+    ) -> list[TrainingSample]:
+        """This rank's samples of the tasks at the positions of a step. For KTO each is followed by
+        its prompt with the reply of the row before in the step; the last row is before the
+        first."""
         samples = []
-        for position in positions:
-            samples += self.samples(tasks.task(position), f"{position:012d}")
+        for index in range(ranks.rank, len(positions), ranks.size):
+            position = positions[index]
+            of_row = self.samples(task_at(position), f"{position:012d}")
+            if of_row and self.config.algorithm == "kto":
+                # Rows that are left out have no reply. The row itself is the last one.
+                before = (positions[index - n] for n in range(1, len(positions) + 1))
+                [other] = next(filter(None, (self.samples(task_at(each)) for each in before)))
+                of_row.append(mismatched(of_row[0], other, self.config.max_context_tokens))
+            samples += of_row
         return samples
 
     def _tokenize(self, task: Task) -> list[TrainingSample]:
@@ -84,8 +105,8 @@ class SFTDataset:
 
 def trained_messages_of(row: Row, algorithm: str) -> tuple[list[list[Message]], list[Message]]:
     """(a row's conversations up to the last message that is trained, the trained messages)."""
-    if algorithm == "sft":
-        messages = sft_messages(row)
+    if algorithm in ("sft", "kto"):
+        messages = sft_messages(row) if algorithm == "sft" else labelled_messages(row)
         trained = trained_messages(messages)
         return [messages[: trained[-1] + 1]], [messages[i] for i in trained]
     sides = pair_messages(row)

@@ -117,7 +117,7 @@ def load_source(
     config: Config, env: Env | None, name: str, split: str, path: str | None
 ) -> TaskSource | None:
     is_train = split == "train"
-    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
+    is_pairs = make_algorithm(config.algorithm, config.algo).reads_pairs
     if path:
         min_reward = config.data.min_reward if is_train else None
         load = partial(

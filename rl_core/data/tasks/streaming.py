@@ -276,5 +276,5 @@ def streamed_tasks(
     """Opens the stream of training tasks. Raises ValueError for flags that need all rows."""
     refuse(OF_STREAMS, c=config, path=path, env=env)
     assert path is not None
-    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
+    is_pairs = make_algorithm(config.algorithm, config.algo).reads_pairs
     return StreamedTasks(open_stream(path, "train"), path, config, env_name, env, is_pairs)

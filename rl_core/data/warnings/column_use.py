@@ -120,8 +120,10 @@ def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:
         from rl_core.data.sft_samples import sft_messages
 
         return sft_messages(row, notes)
-    from rl_core.data.preference_pairs import pair_messages
+    from rl_core.data.preference_pairs import labelled_messages, pair_messages
 
+    if config.algorithm == "kto":
+        return labelled_messages(row, notes)
     (context, chosen), (_, rejected) = pair_messages(row, notes)
     return [*context, *chosen, *rejected]
 

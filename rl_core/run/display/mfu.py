@@ -77,7 +77,7 @@ def mfu(learner: Learner, work: float, seconds: float, peak: float | None) -> di
         return {}
     parameters = active_parameters(learner.policy.hf)
     forwards = learner.algorithm.is_rl and learner.updates_per_step > 1
-    forwards += learner.algorithm.needs_reference
+    forwards += learner.algorithm.needs_reference + (learner.algorithm.objective == "kto")
     backward = 2 if learner.adapter else 4  # Frozen weights have no gradient.
     passes = 2 * forwards + (2 + backward) * learner.config.learner.epochs
     flops = passes * parameters + 2 * read_parameters(learner)

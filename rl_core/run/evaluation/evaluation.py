@@ -99,9 +99,7 @@ class Evaluation(Plugin):
     async def evaluate_rows(self, tasks: list[Task], prefix: str) -> None:
         trainer, dataset = self.trainer, self.trainer.plan.sft_dataset
         assert dataset is not None
-        samples = []
-        for task in tasks[trainer.ranks.rank :: trainer.ranks.size]:
-            samples += dataset.samples(task, task.id)
+        samples = dataset.samples_at(tasks.__getitem__, range(len(tasks)), trainer.ranks)
         [name] = trainer.learners
         async with trainer.actors[name].learning() as learner:
             minibatches, _ = learner.shard(samples)

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rl_core.algorithms import Algorithm, sequence_sums
+from rl_core.algorithms import PRESETS, Algorithm, sequence_sums
 from rl_core.config import Config, OptimConfig
 from rl_core.learning.learner import Named
 from rl_core.plugin import CustomComponents, Plugin, RunState
@@ -62,10 +62,10 @@ def custom_components(
 
 
 def check_loss(loss: Callable, config: Config) -> None:
-    if config.algorithm in ("dpo", "rm"):
+    if PRESETS[config.algorithm].is_pairs:
         raise ValueError(
-            f"loss is of trained tokens, and --algorithm {config.algorithm} learns from pairs; "
-            "leave it out, or take another algorithm"
+            f"loss is of trained tokens, and --algorithm {config.algorithm} learns from whole "
+            "replies; leave it out, or take another algorithm"
         )
     names = loss_arguments(loss) if callable(loss) else []
     rule = f"loss must be a function of {', '.join(LOSS_ARGUMENTS)}"
