@@ -32,8 +32,8 @@ from daytona import (
 
 from rl_core.sandbox.remote_driver import (
     BoxRequest,
-    EndUnknown,
     Fault,
+    MarkedOutputs,
     RemoteSettings,
     exit_status,
     following,
@@ -43,7 +43,6 @@ from rl_core.sandbox.remote_driver import (
 
 OPEN_S = 300.0  # An image may have to be pulled.
 TRANSFER_S = 110.0  # The caller gives up after two minutes.
-MAX_LATE = 1 << 20  # Characters of background processes after a command's end.
 SESSION_ENDED = (400, 404, 409, 410)  # Statuses of a command that a killed session refused.
 RUN = "rl_core_run"  # Label of a sandbox.
 UNREACHED = (DaytonaConnectionError, DaytonaTimeoutError, aiohttp.ClientError, OSError)
@@ -140,15 +139,17 @@ class DaytonaSandbox:
         stdin: AsyncIterator[bytes] | None = None,
     ) -> int:
         process = self.sandbox.process
-        # The mark shows that an output is whole, and where the service added a newline.
-        mark = secrets.token_hex(16)
+        outputs = MarkedOutputs(on_output)
         source = "" if stdin is not None else "</dev/null"
-        ends = f"code=$?; printf {mark}; printf {mark} >&2; (exit $code)"
-        line = f"{shlex.join(argv)} {source}; {ends}"
+        line = f"{shlex.join(argv)} {source}; {outputs.script}; (exit $code)"
         asked = SessionExecuteRequest(command=line, run_async=True, suppress_input_echo=True)
         session, command = await self.submit(asked)
-        stdout, stderr = (Marked(mark, stream, on_output) for stream in (1, 2))
-        running = process.get_session_command_logs_async(session, command, stdout.add, stderr.add)
+        running = process.get_session_command_logs_async(
+            session,
+            command,
+            lambda text: outputs.add(1, text.encode()),
+            lambda text: outputs.add(2, text.encode()),
+        )
 
         async def send(data: bytes) -> None:
             await process.send_session_command_input(session, command, data.decode(), TRANSFER_S)
@@ -156,18 +157,13 @@ class DaytonaSandbox:
         async def close() -> None:
             pass  # The service cannot close a stdin.
 
-        try:
-            with following(DaytonaDriver.errors):
-                if stdin is None:
-                    await running
-                else:
-                    await with_stdin(running, stdin, send, close)
-                ended = await process.get_session_command(session, command, TRANSFER_S)
-        finally:
-            is_whole = all([stdout.flush(), stderr.flush()])
-        code = exit_status(ended.exit_code)
-        if not is_whole:
-            raise EndUnknown("the output was cut before the command ended")
+        with outputs, following(DaytonaDriver.errors):
+            if stdin is None:
+                await running
+            else:
+                await with_stdin(running, stdin, send, close)
+            ended = await process.get_session_command(session, command, TRANSFER_S)
+            code = exit_status(ended.exit_code)
         self.idle_sessions.append(session)
         return code
 
@@ -209,35 +205,6 @@ class DaytonaSandbox:
     async def kill(self) -> None:
         with suppress(DaytonaNotFoundError):
             await self.sandbox.delete(TRANSFER_S)
-
-
-class Marked:
-    """One output of a command, up to its last mark. Programs can read the mark, and print it: a
-    mark that another one follows is output. Late output of background processes is left out."""
-
-    def __init__(self, mark: str, stream: int, on_output: Callable[[int, bytes], None]):
-        self.mark = mark
-        self.stream = stream
-        self.on_output = on_output
-        self.held = ""  # The text from a mark on, or the end of the text if a mark may begin there.
-
-    def add(self, text: str) -> None:
-        text = self.held + text
-        start = text.rfind(self.mark)
-        if start < 0 or len(text) - start > MAX_LATE:
-            start = len(text) - len(self.mark)
-            while not self.mark.startswith(text[max(0, start) :]):
-                start += 1
-        start = max(0, start)
-        self.on_output(self.stream, text[:start].encode())
-        self.held = text[start:]
-
-    def flush(self) -> bool:
-        """True if the output is whole. Gives the rest of another one."""
-        is_whole = self.held.startswith(self.mark)
-        if not is_whole:
-            self.on_output(self.stream, self.held.encode())
-        return is_whole
 
 
 def is_unsent(error: BaseException | None) -> bool:

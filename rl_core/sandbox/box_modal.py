@@ -26,6 +26,7 @@ from rl_core.errors import keep_ends
 from rl_core.sandbox.remote_driver import (
     BoxRequest,
     Fault,
+    MarkedOutputs,
     RemoteError,
     RemoteSettings,
     exit_status,
@@ -55,7 +56,7 @@ STATUSES: tuple[tuple[type[Exception], int], ...] = (
 class ModalDriver:
     errors: tuple[type[Exception], ...] = (Error, OSError)
     has_stdin = True
-    shares_processes = False
+    shares_processes = True
 
     def __init__(self, settings: RemoteSettings):
         self.secrets = read_key("modal", "MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET")
@@ -127,8 +128,10 @@ class ModalSandbox:
         timeout_s: float,
         stdin: AsyncIterator[bytes] | None = None,
     ) -> int:
-        if stdin is None:
-            argv = ["/bin/sh", "-c", 'exec "$@" </dev/null', "sh", *argv]
+        # The end of a stream is a status of gRPC, which does not say how long the output is.
+        outputs = MarkedOutputs(on_output)
+        source = "" if stdin is not None else "</dev/null"
+        argv = ["/bin/sh", "-c", f'"$@" {source}; {outputs.script}; exit $code', "sh", *argv]
         # The SDK asks for ever about a command of a lost machine that has no deadline.
         limit_s = math.ceil(timeout_s + GRACE_S)
         process = await self.sandbox.exec.aio(*argv, timeout=limit_s, text=False)
@@ -142,12 +145,13 @@ class ModalSandbox:
             process.stdin.write_eof()
             await process.stdin.drain.aio()
 
-        with following(ModalDriver.errors):
+        with outputs, following(ModalDriver.errors):
             if stdin is None:
-                code = await read_outputs(process, on_output)
+                code = exit_status(await read_outputs(process, outputs.add))
             else:
-                code = await with_stdin(read_outputs(process, on_output), stdin, send, close)
-        return exit_status(code)
+                running = read_outputs(process, outputs.add)
+                code = exit_status(await with_stdin(running, stdin, send, close))
+        return code
 
     async def upload(self, path: str, data: bytes) -> None:
         async def content() -> AsyncIterator[bytes]:

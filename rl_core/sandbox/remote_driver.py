@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -14,6 +15,7 @@ from rl_core.sandbox.box_settings import BoxLimits, Sidecar
 
 T = TypeVar("T")
 
+MAX_LATE_BYTES = 1 << 20  # Of background processes after a command's end.
 RETRIED = (408, 429, 500, 502, 503, 504)  # Statuses after which a request is sent again.
 
 
@@ -107,6 +109,43 @@ def following(errors: tuple[type[Exception], ...]) -> Iterator[None]:
         raise EndUnknown(f"{type(error).__name__}: {error}") from error
 
 
+class MarkedOutputs:
+    """The outputs of a command at a service that does not prove that they are whole: `script`,
+    which runs behind the command, prints a mark to each. As a context, raises EndUnknown at its end
+    if an output has no mark, and gives the rest of that output.
+
+    Programs can read the mark, and print it: a mark that another one follows is output. Late output
+    of background processes is left out, and so is a newline that the service added."""
+
+    def __init__(self, on_output: Callable[[int, bytes], None]):
+        mark = secrets.token_hex(16)
+        self.script = f"code=$?; printf {mark}; printf {mark} >&2"
+        self.mark = mark.encode()
+        self.on_output = on_output
+        # The bytes from a mark on, or the last ones if a mark may begin there.
+        self.held = {1: b"", 2: b""}
+
+    def add(self, stream: int, data: bytes) -> None:
+        data = self.held[stream] + data
+        start = data.rfind(self.mark)
+        if start < 0 or len(data) - start > MAX_LATE_BYTES:
+            start = max(0, len(data) - len(self.mark))
+            while not self.mark.startswith(data[start:]):
+                start += 1
+        self.on_output(stream, data[:start])
+        self.held[stream] = data[start:]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        cut = [data for data in self.held.items() if not data[1].startswith(self.mark)]
+        for stream, data in cut:
+            self.on_output(stream, data)
+        if cut and kind is None:
+            raise EndUnknown("the output was cut before the command ended")
+
+
 class RemoteSandbox(Protocol):
     """A sandbox of a service. Its methods raise RemoteDriver.errors, and are not retried within."""
 
@@ -155,7 +194,8 @@ class RemoteDriver(Protocol):
 
     errors: tuple[type[Exception], ...]  # Exceptions that the service's client raises.
     has_stdin: bool  # Commands can be written to as they run, which agents in boxes need.
-    # True if processes of the service run in the box under the user of its commands.
+    # True if processes of the service run in the box under the user of its commands, or shells that
+    # mark the end of outputs.
     shares_processes: bool
 
     def __init__(self, settings: RemoteSettings) -> None: ...

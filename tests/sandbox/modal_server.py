@@ -162,6 +162,11 @@ class Router(TaskCommandRouterBase):
         process = self.service.commands[request.exec_id]
         is_stdout = request.file_descriptor == router_pb2.TASK_EXEC_STDIO_FILE_DESCRIPTOR_STDOUT
         output = process.stdout if is_stdout else process.stderr
+        cut = self.service.fault("stdout" if is_stdout else "stderr")
+        if cut is not None:
+            for data in cut:
+                await stream.send_message(router_pb2.TaskExecStdioReadResponse(data=data))
+            return
         while data := await output.read(1 << 15):
             await stream.send_message(router_pb2.TaskExecStdioReadResponse(data=data))
         self.service.machine(request.task_id)

@@ -113,6 +113,8 @@ MODAL = {
     "a code below 0": ({"TaskExecWait": [[{"code": -1}]]}, None),
     "an error, after which the SDK asks again": ({"TaskExecWait": [(13, {})]}, 3),
     "overloaded while it runs": ({"TaskExecWait": [(8, {})]}, None),
+    "a stdout that ends early": ({"stdout": [[b"half\n"]]}, None),
+    "a stderr that ends early": ({"stderr": [[]]}, None),
 }
 
 
@@ -170,13 +172,14 @@ def test_no_code_without_the_record_of_the_end(driver, faults, code, server_of):
         assert result.stdout == "half\n"
 
 
-def test_a_program_that_prints_the_mark_of_its_output_ends_nothing(server_of):
-    server_of("daytona")
+@pytest.mark.parametrize("driver", ["daytona", "modal"])
+def test_a_program_that_prints_the_mark_of_its_output_ends_nothing(driver, server_of):
+    server_of(driver)
     script = "for pid in /proc/[0-9]*; do tr '\\0 ;' '\\n\\n\\n' <$pid/cmdline; done "
     script += "| grep -xE '[0-9a-f]{32}' | head -n 1 | tr -d '\\n'"
 
     async def work():
-        async with await boxes.open({"box_driver": "daytona"}) as box:
+        async with await boxes.open({"box_driver": driver}) as box:
             return await box.exec(f"{script}; {script} >&2; echo; echo after; exit 3")
 
     result = asyncio.run(work())
