@@ -20,7 +20,7 @@ from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.policy import Outputs, Policy, backbone, seeing_part
-from rl_core.models.weight_gathering import gathered_weights
+from rl_core.models.weight_gathering import DTypes, dtype_of, gathered_weights
 from rl_core.types import PackedBatch, counter_seed
 
 if TYPE_CHECKING:
@@ -197,10 +197,8 @@ class AdapterPolicy(Policy):
         """The weights of one adapter, named as if it were the only one."""
         return adapter_parameters(self, adapter)
 
-    def unsharded_weights(
-        self, adapter: str, dtype: torch.dtype | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        return merged_weights(self.hf, adapter, dtype)
+    def unsharded_weights(self, adapter: str, dtypes: DTypes) -> Iterator[tuple[str, Tensor]]:
+        return merged_weights(self.hf, adapter, dtypes)
 
     def engine_weights(
         self, adapter: str = "", in_place: bool = True
@@ -276,7 +274,7 @@ def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tenso
 
 
 def merged_weights(
-    model: nn.Module, adapter: str, dtype: torch.dtype | None = None
+    model: nn.Module, adapter: str, dtypes: DTypes = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(transformers' name, unsharded tensor) with an adapter merged, W + alpha/rank B A, and 4-bit
     weights dequantized; a tied weight comes once. Every rank must exhaust it."""
@@ -296,7 +294,8 @@ def merged_weights(
             assert layer is not None
             value = value.float() + layer.scaling[adapter] * factor_product(*factors, value.shape)
             factors = []
-        yield f"{plain(layer_name)}.{kind}", value if dtype is None else value.to(dtype)
+        name = f"{plain(layer_name)}.{kind}"
+        yield name, value.to(dtype_of(name, value, dtypes))
 
 
 def with_factors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ from rl_core.distributed import Ranks, local, unsharded
 from rl_core.models.attention import AttentionPlan, Kernel
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
-from rl_core.models.weight_gathering import gathered_weights
+from rl_core.models.weight_gathering import DTypes, gathered_weights
 from rl_core.types import PackedBatch
 
 if TYPE_CHECKING:
@@ -205,24 +205,22 @@ class Policy(nn.Module):
         """Over all ranks, of gradients that are complete when it returns."""
         return unsharded(nn.utils.get_total_norm(grads))
 
-    def unsharded_weights(
-        self, adapter: str, dtype: torch.dtype | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        return gathered_weights(self.hf.named_parameters(), dtype)
+    def unsharded_weights(self, adapter: str, dtypes: DTypes) -> Iterator[tuple[str, Tensor]]:
+        return gathered_weights(self.hf.named_parameters(), dtypes)
 
     def named_weights(
-        self, adapter: str = "", dtype: torch.dtype | None = None
+        self, adapter: str = "", dtypes: DTypes = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(transformers' name, unsharded tensor) of each parameter, in `dtype` or its own, the
-        adapter merged; a tied weight comes once. Then each buffer that a checkpoint has. Every rank
-        must exhaust it."""
+        """(transformers' name, unsharded tensor) of each parameter, the adapter merged; a tied
+        weight comes once. Then each buffer that a checkpoint has, in its own dtype. Every rank must
+        exhaust it."""
         assert self.is_on_device, "the weights are CPU-offloaded: enter learner.on_device()"
         if isinstance(self, FSDPModule):
             # After a forward without a backward some parameters are still gathered. Their memory
             # goes when state_dict() is called below, and who collects the weights in buckets would
             # hold tensors without memory.
             self.reshard()
-        yield from self.unsharded_weights(adapter, dtype)
+        yield from self.unsharded_weights(adapter, dtypes)
         parameters = dict(self.hf.named_parameters(remove_duplicate=False))
         for name, value in self.hf.state_dict(keep_vars=True).items():
             if name not in parameters and isinstance(value, Tensor) and ".base_layer." not in name:

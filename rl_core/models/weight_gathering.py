@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 
 from rl_core.distributed import local, unsharded
 
+# The dtype of each tensor by its name, or that of all; None: its own.
+DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 GROUP_BYTES = 64 << 20  # Unsharded bytes that travel together; twice as many are allocated.
 # Dimensions of the mesh that split weights. FSDP splits the slices of tensor parallelism, so FSDP's
 # split is undone first.
@@ -23,40 +25,43 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def gathered_weights(
-    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+    named: Iterable[tuple[str, Tensor]], dtypes: DTypes = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, unsharded tensor in `dtype` or its own) of each tensor, in their order. Up to
-    GROUP_BYTES are gathered by one collective per dimension of the mesh and dtype; a larger tensor
-    is gathered alone. Every rank must exhaust the iterator."""
+    """(name, unsharded tensor in its dtype) of each tensor, in their order. Up to GROUP_BYTES are
+    gathered by one collective per dimension of the mesh and dtype; a larger tensor is gathered
+    alone. Every rank must exhaust the iterator."""
     group: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, value in named:
-        size = value.numel() * (dtype or value.dtype).itemsize
+        dtype = dtype_of(name, value, dtypes)
+        size = value.numel() * dtype.itemsize
         if group and num_bytes + size > GROUP_BYTES:
-            yield from gathered_group(group, dtype)
+            yield from gathered_group(group)
             group, num_bytes = [], 0
-        group.append((name, value.detach()))
+        # Weights are cast before they travel.
+        group.append((name, value.detach().to(dtype)))
         num_bytes += size
     if group:
-        yield from gathered_group(group, dtype)
+        yield from gathered_group(group)
 
 
-def gathered_group(
-    group: list[tuple[str, Tensor]], dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
+def dtype_of(name: str, value: Tensor, dtypes: DTypes) -> torch.dtype:
+    dtype = dtypes.get(name) if isinstance(dtypes, Mapping) else dtypes
+    return dtype or value.dtype
+
+
+def gathered_group(group: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     names, values = zip(*group, strict=True)
     if len(values) == 1:
-        value = values[0]
-        yield names[0], unsharded(value.to(dtype or value.dtype))
+        yield names[0], unsharded(values[0])
     else:
-        yield from zip(names, unsharded_together(values, dtype), strict=True)
+        yield from zip(names, unsharded_together(values), strict=True)
 
 
 @torch.no_grad()
-def unsharded_together(values: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """unsharded() of each tensor, in `dtype` or its own."""
-    # Weights are cast before they travel.
-    tensors = [local(value).to(dtype or value.dtype) for value in values]
+def unsharded_together(values: Sequence[Tensor]) -> list[Tensor]:
+    """unsharded() of each tensor."""
+    tensors = [local(value) for value in values]
     splits = [splits_of(value) for value in values]
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     for name, kind in itertools.product(DIMENSIONS, dtypes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.kernels.fused_norms import FusedRMSNorm, fuse_norms
 from rl_core.models.loading import max_positions
 from rl_core.run.process.joining import init_ranks
+from rl_core.run.saving.checkpoint import export_policy
 from rl_core.types import SamplingParams
 
 FORWARDS = {
@@ -105,6 +107,28 @@ def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(nam
     assert bool(frozen) == (
         name in ("glm4_moe", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "llama4")
     )
+
+
+# Of the table, these keep routers, or norms, in fp32.
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, torch.bfloat16) for name in ("glm4_moe", "ernie4_5_moe", "deepseek_v3")]
+    + [("gpt_oss", torch.float16)],
+)
+def test_an_export_keeps_in_fp32_what_transformers_does(name, dtype, tmp_path):
+    tokenizer = make_family(tmp_path / "model", name)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    saved.save_pretrained(tmp_path / "saved")
+    # Weights stay in fp32, of a model in this dtype.
+    shutil.copy(tmp_path / "saved/config.json", tmp_path / "model")
+    policy = make_policy(str(tmp_path / "model"), torch.float32, init_ranks(60))
+    export_policy(policy, tokenizer, tmp_path / "hf", init_ranks(60))
+    expected, exported = (load_file(tmp_path / x / "model.safetensors") for x in ("saved", "hf"))
+    assert {weight.dtype for weight in expected.values()} == {dtype, torch.float32}
+    assert exported.keys() == expected.keys()
+    for weight_name, weight in expected.items():
+        assert exported[weight_name].dtype == weight.dtype, weight_name
+        assert exported[weight_name].equal(weight), weight_name
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma"])

@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import build_glob_alternation
 
 from rl_core.data.pretrained import Tokenizer
 from rl_core.data.rows import rename_into_place, replaced
@@ -33,10 +34,11 @@ from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
 from rl_core.models.loading import save_as_published
 from rl_core.models.policy import Policy
+from rl_core.models.weight_gathering import dtype_of
 from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
     from rl_core.learning.lagged_copy import WeightSnapshot
 
@@ -255,33 +257,28 @@ def export_policy(
     base: str = "",
     end_token_ids: Sequence[int | None] = (),
 ) -> None:
-    """Writes a Hugging Face folder that from_pretrained loads, in the dtype of the original model,
+    """Writes a Hugging Face folder that from_pretrained loads, in the dtypes of the original model,
     the adapter merged; the adapter alone goes into FOLDER_adapter. An old export stays until the
     new one is complete. Raises RunError on all ranks, and leaves the old export, if a weight is not
-    finite in that dtype. `base`: the model whose processor files are copied. `end_token_ids`: ends
+    finite in its dtype. `base`: the model whose processor files are copied. `end_token_ids`: ends
     of turns, written to generation_config.json before the ends that it has."""
+    plain = plain_model(policy)
+    dtypes = export_dtypes(plain, policy.checkpoint_dtype)
     weights = {}
     broken = []
     buffers = dict(policy.hf.named_buffers())  # A mask may be infinite.
-    for name, value in policy.named_weights(adapter, policy.checkpoint_dtype):
+    for name, value in policy.named_weights(adapter, dtypes):
         if ranks.rank == 0:
             if name not in buffers and not is_finite(value):
                 broken.append(name)
-            weights[name] = value.to("cpu")
+            weights[name] = value.to("cpu", dtype_of(name, value, dtypes))
     refuse_nonfinite(broken, f"{folder} stays as it was", ranks)
     policy.export_adapter(adapter, folder.with_name(folder.name + "_adapter"), ranks)
     if ranks.rank != 0:
         return
-    config = copy.deepcopy(policy.hf.config)
-    set_dtype(config, policy.checkpoint_dtype)
-    if hasattr(config, "quantization_config"):
-        delattr(config, "quantization_config")
     if policy.is_scoring:  # The classifier's forward finds the end of a sequence by this id.
-        config.pad_token_id = tokenizer.pad_token_id
-    with torch.device("meta"):  # A plain model of this class: not sharded, quantized or adapted.
-        plain = type(policy.hf)(config)
-        torch.nn.Module.to(plain, policy.checkpoint_dtype)
-    if not policy.is_scoring:
+        plain.config.pad_token_id = tokenizer.pad_token_id
+    else:
         plain.generation_config = with_ends(policy.hf.generation_config, end_token_ids)
     save_as_published(plain)
     with replaced(folder) as scratch:
@@ -289,6 +286,26 @@ def export_policy(
         plain.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
         copy_processor_files(base, scratch)
+
+
+def plain_model(policy: Policy) -> PreTrainedModel:
+    """The policy's model on the meta device: not sharded, quantized or adapted."""
+    config = copy.deepcopy(policy.hf.config)
+    set_dtype(config, policy.checkpoint_dtype)
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")
+    with torch.device("meta"):
+        return type(policy.hf)._from_config(config)
+
+
+def export_dtypes(plain: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of tensors by name, as from_pretrained(dtype=dtype) has them: some families keep
+    routers or other modules in fp32."""
+    dtypes = {name: value.dtype for name, value in plain.state_dict().items()}
+    if kept := plain._get_dtype_plan(dtype):
+        pattern, _, _ = build_glob_alternation(list(kept))
+        dtypes |= {name: torch.float32 for name in dtypes if pattern.search(name)}
+    return dtypes
 
 
 def set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
