@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rl_core.data.images import images_of, shown_image
-from rl_core.data.messages import is_filled, text_of, with_text_arguments
+from rl_core.data.messages import is_filled, text_of, with_text_arguments, without_prefix
 from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck, template_variables
 from rl_core.data.rows import check_exists
@@ -666,13 +666,6 @@ def num_chars(value: JSON) -> int:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     return sum(map(num_chars, value)) if isinstance(value, list) else 1
-
-
-def without_prefix(messages: list[Message]) -> tuple[list[Message], str]:
-    """(the messages without a last one that the reply continues, the text of that one or "")."""
-    if messages and messages[-1]["role"] == "assistant" and messages[-1].get("prefix") is True:
-        return messages[:-1], text_of(messages[-1])
-    return messages, ""
 
 
 def unmarked(text: str) -> str:

@@ -7,7 +7,7 @@ images.py; None next to calls) and may have
     reasoning_content  thoughts, as text
     tool_calls         [{"type": "function", "function": {"name", "arguments": {...}}, "id"?}]
     train              False: context, not trained
-    prefix             True: the reply continues this last message of the assistant
+    prefix             True: the reply continues this last message of the assistant; or "partial"
     other keys         unchanged, such as name and tool_call_id; keys that are None are dropped
 
 `data/chat.py` converts the canonical form to the form that a chat template reads.
@@ -113,6 +113,9 @@ def canonical_message(value: JSON, where: str, notes: list[str] | None = None) -
     if message["role"] != role:
         notes.append(f"{where}: role {role!r} read as {message['role']}")
     set_trained(message, where, notes)
+    if isinstance(message.get("partial"), bool) and message.pop("partial"):  # Kimi, Qwen
+        message["prefix"] = True
+        notes.append(f"{where}: partial read as prefix")
     set_calls(message, where, notes)
     set_content(message, where, notes)
     set_thoughts(message, where, notes)
@@ -460,6 +463,13 @@ def as_context(messages: list[Message]) -> list[Message]:
     return [{**message, "train": False} for message in messages]
 
 
+def without_prefix(messages: list[Message]) -> tuple[list[Message], str]:
+    """(the messages without a last one that the reply continues, the text of that one or "")."""
+    if messages and messages[-1]["role"] == "assistant" and messages[-1].get("prefix") is True:
+        return messages[:-1], text_of(messages[-1])
+    return messages, ""
+
+
 def with_prefixes(messages: list[Message]) -> list[Message]:
     """The conversation with each assistant's message of "prefix": True and the reply that continues
     it as one message, whose "prefix" is the text that is not trained. Raises ValueError if no reply
@@ -476,8 +486,9 @@ def with_prefixes(messages: list[Message]) -> list[Message]:
         is_last = number == len(messages) or messages[number]["role"] != "assistant"
         if is_last and joined[-1].get("prefix") is True and message["role"] == "assistant":
             raise ValueError(
-                f'message {number} has "prefix": true and no reply continues it; give the reply as '
-                "the next message of the assistant, or remove the key"
+                f"message {number} is to be continued, by its prefix or partial or the column "
+                "continue_final_message, and no reply continues it; give the reply as the next "
+                "message of the assistant, or remove the key"
             )
     return joined
 

@@ -28,6 +28,7 @@ from rl_core.data.task_rows import (
     row_chat,
     row_tools,
     shorten,
+    with_begun,
     with_opening,
 )
 from rl_core.types import PER_TOKEN, Message, Row, TrainingSample
@@ -199,12 +200,10 @@ def mismatched(sample: TrainingSample, other: TrainingSample, limit: int) -> Tra
 
 
 def with_margin(samples: list[TrainingSample], row: Row) -> list[TrainingSample]:
-    """The pair, with the row's margin as the advantage of the chosen side."""
+    """The pair, with the row's margin as the advantage of the chosen side. Raises LeftOutError if
+    both sides have the same tokens."""
     if samples[0].token_ids.tolist() == samples[1].token_ids.tolist():
-        raise ValueError(
-            f"'chosen' and 'rejected' have the same tokens, {shorten(row['chosen'])}: a pair must "
-            "differ; remove this row from the file"
-        )
+        raise LeftOutError("equal replies")
     margin = row.get("margin") or 0.0
     if not isinstance(margin, (int, float)) or not math.isfinite(margin):
         raise ValueError(f"column 'margin' holds {shorten(margin)}: it must be a number")
@@ -220,8 +219,8 @@ def pair_messages(
     """(context, chosen reply) and (context, rejected reply) of a row {"chosen", "rejected"}. Both
     are replies (strings, or messages that an assistant begins) to the row's `messages` or `prompt`,
     or conversations with a common beginning. The contexts differ in the images of SIDE_IMAGES
-    alone. `notes`: as of canonical_messages. Raises LeftOutError for a tie or an empty reply, and
-    ValueError for another row that is not a pair."""
+    alone. `notes`: as of canonical_messages. Raises LeftOutError for a tie, an empty reply or equal
+    conversations, and ValueError for another row that is not a pair."""
     if row.get("tied"):
         raise LeftOutError("a tie")
     for column in PAIR:
@@ -237,13 +236,16 @@ def pair_messages(
     shared = (
         None if all(side[0]["role"] == "assistant" for side in sides) else shared_length(*sides)
     )
+    if sides[0] == sides[1] and shared and row.keys().isdisjoint(SIDE_IMAGES):
+        raise LeftOutError("equal replies")
     pairs = []
     for column, images, side in zip(PAIR, SIDE_IMAGES, sides, strict=True):
         seen = row | {"images": row[images], "image": None} if row.get(images) else row
         if shared is None:
             context, reply = prompt_messages(seen, notes), side
         else:
-            context, reply = with_opening(seen, side[:shared], notes), side[shared:]
+            context = with_opening(seen, with_begun(seen, side[:shared]), notes)
+            reply = side[shared:]
         last = reply[-1] if reply else {}
         if not context or not reply or not reply[0]["role"] == last["role"] == "assistant":
             raise ValueError(

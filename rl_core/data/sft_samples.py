@@ -25,6 +25,7 @@ from rl_core.data.task_rows import (
     first_column,
     row_chat,
     row_tools,
+    with_begun,
     with_opening,
 )
 from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
@@ -96,7 +97,8 @@ def as_sampled(
 def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
     column = first_column(row, PROMPT_COLUMNS) or "messages"
-    messages = with_opening(row, column_messages(row, column, notes=notes), notes)
+    asked = with_begun(row, column_messages(row, column, notes=notes))
+    messages = with_opening(row, asked, notes)
     if column not in CONVERSATIONS:
         replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
         reply = first_column(row, replies)

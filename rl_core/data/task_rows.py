@@ -54,7 +54,9 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 # Columns of the text of a system message before them.
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Columns that are read next to a prompt. A column of another kind needs another name.
-CONTEXT_COLUMNS = (*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs")
+CONTEXT_COLUMNS = (
+    *(*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs", "continue_final_message"),
+)
 LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
 # Marks in a text for the entries of a column of videos or audio.
 MEDIA = re.compile("<(video|audio)>")
@@ -92,7 +94,7 @@ def read_row(row: Row, notes: list[str] | None = None, folder: Path | None = Non
 def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The messages in the first of PROMPT_COLUMNS that a row has, or its text as a user message,
     behind those of its system and history columns. The replies at the end of CONVERSATIONS are
-    left out, because they are the solution."""
+    left out, because they are the solution, up to one that the reply continues."""
     column = first_column(row, PROMPT_COLUMNS)
     if column is None:
         have = ", ".join(map(str, row)) or "no columns"
@@ -101,14 +103,30 @@ def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
             "another column is read by --data.columns prompt=NAME, or messages=NAME for "
             "conversations that end with the solution"
         )
-    messages = column_messages(row, column, notes=notes)
+    messages = with_begun(row, column_messages(row, column, notes=notes))
     num_messages = len(messages)
     if column in CONVERSATIONS:
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
+            if messages[-1].get("prefix") is True:
+                break
             messages.pop()
     if len(messages) < num_messages and notes is not None:
         notes.append(LEFT_OUT.format(column))
     return with_opening(row, messages, notes)
+
+
+def with_begun(row: Row, messages: list[Message]) -> list[Message]:
+    """The messages of a prompt, the last one marked as a prefix by `continue_final_message`."""
+    name = "continue_final_message"
+    if row.get(name) in (None, False):
+        return messages
+    *before, last = messages
+    if row[name] is not True or last["role"] != "assistant" or not text_of(last):
+        raise ValueError(
+            f"column {name!r} is {shorten(row[name])}: it must be true, behind a prompt that ends "
+            f"in an assistant's text, or false{renaming(name)}"
+        )
+    return [*before, {**last, "prefix": True}]
 
 
 def with_opening(

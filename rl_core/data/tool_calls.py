@@ -11,7 +11,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from rl_core.data.chat import Chat, text_after, unmarked, without_prefix
+from rl_core.data.chat import Chat, text_after, unmarked
+from rl_core.data.messages import without_prefix
 from rl_core.data.sft_samples import rendered_turn, said_text, shared_length, split_end
 from rl_core.data.thoughts import leading_thoughts, thought_spans
 from rl_core.json_limits import check_value

@@ -24,6 +24,7 @@ from typing import cast
 import httpx
 
 from rl_core.config import Config
+from rl_core.data.messages import without_prefix
 from rl_core.engines.api_dialects import dialect_of
 from rl_core.errors import keep_ends
 from rl_core.metrics import Metric, Sum
@@ -106,7 +107,10 @@ class ApiActor:
         self, messages: list[Message], tools: list | None, params: SamplingParams, seed: int
     ) -> tuple[Message, Completion]:
         """The next message, and a completion with its text. Raises ValueError if the endpoint
-        refuses the request or its answer cannot be read, ConnectionError if it does not answer."""
+        refuses the request or its answer cannot be read, and for a last message to be continued;
+        ConnectionError if it does not answer."""
+        if without_prefix(messages)[1]:
+            raise ValueError(f"{self.name}: an API cannot continue the last message; leave it out")
         body = {"model": self.model, **self.dialect.body(messages, tools, params, seed)}
         body |= self.request
         body = {key: value for key, value in body.items() if value is not None}

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, cast
 
-from rl_core.data.chat import Chat, TokenStream, without_prefix
-from rl_core.data.messages import canonical_messages, shorten
+from rl_core.data.chat import Chat, TokenStream
+from rl_core.data.messages import canonical_messages, shorten, without_prefix
 from rl_core.data.thoughts import unclosed_mark, without_thoughts
 from rl_core.sampling.engine import Engine
 from rl_core.sampling.reward_parts import NOT_APPLIED, env_metrics, reward_values

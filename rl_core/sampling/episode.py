@@ -9,7 +9,12 @@ from types import UnionType
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.messages import canonical_messages, shorten, with_text_arguments
+from rl_core.data.messages import (
+    canonical_messages,
+    shorten,
+    with_text_arguments,
+    without_prefix,
+)
 from rl_core.data.task_rows import row_tools
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
@@ -91,8 +96,10 @@ class Episode:
         self.turn_loop = turn_loop
         self.task = task
         self.actors = actors
-        # The task's messages, then each turn, with the actor's name if there are several.
-        self.messages = list(task.messages)
+        # The task's messages, then each turn, with the actor's name if there are several. The first
+        # turn holds the text that it continues.
+        self.messages = list(without_prefix(task.messages)[0])
+        self.num_asked = len(self.messages)
         self.conversations: dict[str, Conversation] = {}
         # Trajectories share messages and turns with the conversations.
         self.trajectories: dict[str, Trajectory] = {}
@@ -191,7 +198,9 @@ class Episode:
 
     def open(self, name: str) -> Conversation:
         messages = self.turn_loop.opening(self.task, name)
-        self.num_seen[name] = len(self.task.messages)
+        self.num_seen[name] = self.num_asked
+        if self.speaker:
+            messages = without_prefix(messages)[0]
         messages += self.new_messages_for(name)
         if len(self.actors) > 1:
             messages = merged(messages)

@@ -100,6 +100,8 @@ def test_rows_of_sft(row):
 
 
 BEGUN = [message("user", "think"), message("assistant", "4") | {"prefix": True}]
+PARTIAL = [BEGUN[0], message("assistant", "4") | {"partial": True}]
+ASKED = {"prompt": [BEGUN[0], message("assistant", "4")], "continue_final_message": True}
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,10 @@ BEGUN = [message("user", "think"), message("assistant", "4") | {"prefix": True}]
         {"messages": [*BEGUN, message("assistant", "2"), *BEGUN, message("assistant", "2")]},
         {"prompt": BEGUN, "chosen": "2", "rejected": "7"},
         {"chosen": [*BEGUN, message("assistant", "2")], "rejected": [*BEGUN, message("assistant", "7")]},
+        {"messages": [*PARTIAL, message("assistant", "2") | {"partial": False}]},
+        {"prompt": PARTIAL, "response": "2"},
+        ASKED | {"response": "2"},
+        ASKED | {"chosen": "2", "rejected": "7"},
     ],
 )  # fmt: skip
 def test_a_prefix_is_context_of_the_reply_that_continues_it(row):
@@ -132,7 +138,9 @@ def test_a_prefix_is_context_of_the_reply_that_continues_it(row):
 @pytest.mark.parametrize(
     "row, rule",
     [
-        ({"messages": BEGUN}, 'message 2 has "prefix": true and no reply continues it'),
+        ({"messages": BEGUN}, "message 2 is to be continued, .*, and no reply continues it"),
+        ({"messages": PARTIAL}, "message 2 is to be continued, by its prefix or partial"),
+        ({"messages": TALK[:2], "continue_final_message": True}, "message 2 is to be continued"),
         ({"text": "hello"}, "it needs"),
         (
             {"question": "hello", "reply": "42"},

@@ -329,6 +329,16 @@ def test_what_cannot_work_is_refused_at_start_up(options, says, monkeypatch):
     assert "hidden" not in str(caught.value)
 
 
+def test_an_api_is_not_asked_to_continue_a_message():
+    begun = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "prefix": True},
+    ]
+    speaker = judge("http://host/v1").bind_episode(SamplingParams(max_tokens=9), 0)
+    with pytest.raises(ValueError, match="judge: an API cannot continue the last message"):
+        asyncio.run(speaker.converse(begun).respond())
+
+
 FAILING = """
 import asyncio, logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG)

@@ -173,8 +173,9 @@ def test_a_margin_is_carried_by_the_chosen_side():
             {"promt": "x", "chosen": "a", "rejected": "b"},
             "needs one of the columns messages, prompt, .*; has promt, chosen",
         ),
-        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "have the same tokens, 'a'"),
-        ({"prompt": "x", "chosen": "a", "rejected": " a "}, "have the same tokens"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "equal replies"),
+        ({"prompt": "x", "chosen": "a", "rejected": " a "}, "equal replies"),
+        ({"chosen": [user("x"), says("a")], "rejected": [user("x"), says("a")]}, "equal replies"),
         ({"prompt": "x", "chosen": "a", "rejected": " "}, "an empty 'rejected'"),
         (
             {"chosen": [user("x"), says("a")], "rejected": [user("x")]},

@@ -101,6 +101,35 @@ def test_what_each_actor_sees_under_any_template(env_of, template, code, say, re
     assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in trajectories)
 
 
+# Rows that ask to continue a reply, and what they add to a conversation that holds the reply.
+BEGUN = [*ROW["messages"], {"role": "assistant", "content": "is"}]
+MARKED = [BEGUN[0], BEGUN[1] | {"partial": True}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": BEGUN, "continue_final_message": True},
+        {"messages": BEGUN, "continue_final_message": True},
+        {"messages": MARKED},
+        {"messages": [*MARKED, {"role": "assistant", "content": " 4"}]},
+    ],
+)
+def test_the_first_turn_continues_the_reply_that_a_row_begins(env_of, row):
+    rewards = "def reward_fn(messages, completion): return len(messages) + (completion == 'A')\n"
+    code = f"turns = 'bob -> alice'\n{rewards}"
+    both = run(env_of(code), cast(template=ALTERNATING, bob=" four", alice="A"), rows=[row])
+    views = {t.actor: "|".join(talk(t.messages)) for t in both}
+    assert views == {"bob": "u:2+2|a:is four|u:A", "alice": "u:2+2\n\nis four|a:A"}
+    assert [t.reward for t in both] == [4.0, 4.0]
+    [turn] = next(t for t in both if t.actor == "bob").turns
+    prompt = chat_of(ALTERNATING).tokenizer.decode(turn.new_ids)
+    assert prompt.endswith("<|user|>\n2+2<|end|>\n<|assistant|>\nis")
+    assert turn.completion.text == " four"
+    [alone] = run(env_of(rewards.replace("'A'", "'is four'")), cast(policy=" four"), rows=[row])
+    assert talk(alone.messages) == ["u:2+2", "a:is four"] and alone.reward == 3.0
+
+
 OPENS_THOUGHTS = ALTERNATING.replace("'<|assistant|>\n'", "'<|assistant|>\n<think>\n'")
 
 

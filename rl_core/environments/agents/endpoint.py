@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from aiohttp import web
 
-from rl_core.data.chat import without_prefix
+from rl_core.data.messages import without_prefix
 from rl_core.environments.agents import chat_completions, forward, messages, responses
 from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
 from rl_core.environments.agents.tree import Attempt, Tree, digest_of
