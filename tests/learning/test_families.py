@@ -109,7 +109,7 @@ def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(nam
     )
 
 
-# Of the table, these keep routers, or norms, in fp32.
+# These families keep routers, or norms, in fp32.
 @pytest.mark.parametrize(
     "name, dtype",
     [(name, torch.bfloat16) for name in ("glm4_moe", "ernie4_5_moe", "deepseek_v3")]

@@ -101,7 +101,7 @@ def test_what_each_actor_sees_under_any_template(env_of, template, code, say, re
     assert all(len(samples_from_turns(t.turns, 1.0)) == 1 for t in trajectories)
 
 
-# Rows that ask to continue a reply, and what they add to a conversation that holds the reply.
+# Rows that ask to continue a reply, whose text the first turn then holds too.
 BEGUN = [*ROW["messages"], {"role": "assistant", "content": "is"}]
 MARKED = [BEGUN[0], BEGUN[1] | {"partial": True}]
 
