@@ -532,9 +532,22 @@ def test_hanging_hooks_stop_neither_other_hooks_nor_the_exit_of_the_interpreter(
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_time_in_the_queue_for_a_thread_is_not_time_in_the_hook(env_of):
-    env = env_of("import time\ndef reward_fn(): time.sleep(0.1); return 1", hook_timeout_s=1.0)
-    assert {t.status for t in run(env, cast(policy="a"), group_size=250)} == {"ok"}
+RUNNING = """
+import threading, time
+running = set()
+def reward_fn():
+    running.add(threading.get_ident())
+    num_running = len(running)
+    time.sleep(0.1)
+    running.remove(threading.get_ident())
+    return num_running
+"""
+
+
+def test_hooks_have_16_threads_and_time_in_their_queue_is_not_time_in_a_hook(env_of):
+    played = run(env_of(RUNNING, hook_timeout_s=1.0), cast(policy="a"), group_size=250)
+    assert {t.status for t in played} == {"ok"}
+    assert 1 < max(t.reward for t in played) <= 16
 
 
 def test_threads_of_hooks_end_with_the_event_loop(env_of):
