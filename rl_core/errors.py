@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 
 def split(text: str | None) -> list[str]:
@@ -50,6 +50,15 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     stems = {other.removesuffix(suffix): other for other in known}
     close = difflib.get_close_matches(name.removesuffix(suffix), stems, n=1)
     return stems[close[0]] if close else None
+
+
+def nearest_folder(path: Path) -> str:
+    """`; did you mean models/qwen3?`, or "" if no neighbouring folder has a similar name."""
+    names = []
+    if path.parent.is_dir():
+        names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def as_one_line(error: Exception) -> Exception:

@@ -99,9 +99,9 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         return 1
 
 
-def say_loading() -> None:
+def say_loading(what: str = "the models") -> None:
     """Prints a line on stderr before torch and transformers are imported, which takes seconds."""
-    print("loading torch, the models and the rows ...", file=sys.stderr, flush=True)
+    print(f"loading torch, {what} and the rows ...", file=sys.stderr, flush=True)
 
 
 def end_on_writer(trainer: Trainer) -> None:

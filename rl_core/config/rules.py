@@ -4,6 +4,7 @@ each flag, rules of one subject in its file. A check changes no flag."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from rl_core.algorithms import Algorithm
 from rl_core.config.actors import OF_ACTOR, OF_SHARER
@@ -12,7 +13,7 @@ from rl_core.config.config import Config
 from rl_core.config.data import OF_ENVIRONMENTS
 from rl_core.config.flag_parsing import flags_in
 from rl_core.config.rank_groups import check_ranks
-from rl_core.errors import nearest, refuse, require
+from rl_core.errors import nearest, nearest_folder, refuse, require
 
 # (True if the rule is broken, message with fields of the rule's arguments). All rules before a rule
 # hold. c: the configuration.
@@ -92,10 +93,21 @@ def check(config: Config) -> None:
             raise ValueError(
                 f"--{name}={value} has no meaning for --algorithm {config.algorithm}; leave it out"
             )
+    if config.resume and config.out and not config.actors:
+        check_run_exists(config.folder)
     refuse(OF_RUN, c=config)
     for name in config.trained:
         if config.actors[name].overrides:
             refuse(OF_RUN, f"actor {name}: ", c=config.of(name))
+
+
+def check_run_exists(folder: Path) -> None:
+    """Raises ValueError for a folder without a run, which --resume alone cannot start."""
+    if not (folder / "config.yaml").exists():
+        raise ValueError(
+            f"--out {folder}: there is no run to resume{nearest_folder(folder)}; to start one, "
+            "name a model by --model"
+        )
 
 
 def check_algorithm(config: Config, algorithm: Algorithm, has_advantage_fn: bool) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.config.flag_parsing import typed
+from rl_core.errors import counted
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.model_player import FLAGS, player, read_flags, with_model
 from rl_core.tools.parser import Parser
@@ -129,6 +130,10 @@ async def evaluate(
     sources = eval_tasks(config, envs)
     config, names = with_model(config, model)
     n, errors = config.eval.samples, []
+    for env, source in sources.items():
+        num_tasks = min(len(source), config.eval.num_tasks or len(source))
+        played = f"{counted(num_tasks, 'task')}, 1 greedy and {n} sampled episodes of each"
+        print(f"{model} in {env}: {played} ...", file=sys.stderr, flush=True)
     async with player(config, envs, list(sources.values())) as playing:
         of_actors = facts_of_actors(config, playing.chats) if folder else {}
         for env, source in sources.items():
@@ -141,8 +146,6 @@ async def evaluate(
                 shared |= {key: of_actors[key] for key in of_actors.keys() - of_model}
                 cell = folder.cell(model, env, of_actors | shared, shared)
             drawn = {"temperature": 0.0}
-            played = f"{len(tasks)} tasks, 1 greedy and {n} sampled episodes of each"
-            print(f"{model} in {env}: {played} ...", file=sys.stderr, flush=True)
             sampled = []
             try:
                 greedy = await playing.play(

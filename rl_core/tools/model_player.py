@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.config.actors import URL
+from rl_core.errors import counted
 from rl_core.run.plan.model_paths import check_plays
 from rl_core.run.plan.path_checks import ROWS, check_inputs
 from rl_core.tools.parser import Parser
@@ -30,6 +33,7 @@ FLAGS = """All other flags are those of a run (rl-core train --help), such as --
 NO_ENV = (
     "episodes need an environment{}; name its file by --env_path, such as --env_path math_answer"
 )
+PROGRESS_S = 30.0  # Seconds between lines while episodes are played.
 # One process samples, whatever the run did that made the model.
 ALONE = {
     "resume": "false",
@@ -234,7 +238,12 @@ class Player:
                 groups.append(group)
             played += known or []
         self.worker.submit(groups)
-        for _ in groups:
+        said_at = time.monotonic()
+        for number in range(len(groups)):
+            if time.monotonic() - said_at >= PROGRESS_S:
+                said_at = time.monotonic()
+                done = f"{label}: {number:,} of {counted(len(groups), 'task')}"
+                print(done, file=sys.stderr, flush=True)
             [group] = await self.worker.collect(1, label=label)
             if cell:
                 cell.add(group)

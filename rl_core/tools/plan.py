@@ -12,6 +12,7 @@ from rl_core.scratch import scratch_prefix
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.memory_estimate import GIB, facts
 from rl_core.tools.parser import Parser
+from rl_core.train import say_loading
 
 if TYPE_CHECKING:
     from rl_core.types import JSONObject
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> int:
         config = parse_config([*flags, "--out", out])
         if options.gpu_gib is not None:
             config = on_gpu(config)
+        say_loading("the tokenizer")  # Weights are not read.
         # Imported after parsing, so that a wrong flag answers at once.
         from rl_core.run.plan.plan import make_plan
 

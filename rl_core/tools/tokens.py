@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     options, flags = parse(argv)
     if options.rows < 1:
         raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
-    say_loading()
+    say_loading("the tokenizer")
     from rl_core.data.warnings.data_warnings import NUM_ROWS
     from rl_core.run.plan.plan import train_tasks
     from rl_core.scratch import scratch_prefix

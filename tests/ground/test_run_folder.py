@@ -162,6 +162,11 @@ def test_the_newest_checkpoint_is_the_one_of_most_steps(tmp_path):
     [
         ([], "tniy", "no such folder; did you mean {dir}/tiny?"),
         (
+            ["many/b/config.json", "many/a/config.json"],
+            "many",
+            "is a folder of models; name one: {dir}/many/a or {dir}/many/b",
+        ),
+        (
             ["run/hf/bob/config.json"],
             "run",
             "is a run's folder; name the model that it exported: {dir}/run/hf/bob",

@@ -59,11 +59,13 @@ for command in {["", *COMMANDS]}:
         "rl_core.tools.cli eval m --env_path math_answer --data.train r",
         "rl_core.tools.cli collect m --env_path math_answer --data.train r --out o",
         "rl_core.tools.cli tokens --model m --data.train r",
+        "rl_core.tools.cli plan --model m --env_path math_answer --data.train r",
     ],
 )
 def test_a_line_is_printed_before_torch_is_imported(argv):
     first, *others = without_torch([argv])
-    assert first == "loading torch, the models and the rows ..." and first not in others
+    loads = "tokenizer" if {"tokens", "plan"} & {*argv.split()} else "models"
+    assert first == f"loading torch, the {loads} and the rows ..." and first not in others
 
 
 def without_torch(commands: list[str]) -> list[str]:
@@ -93,6 +95,7 @@ SAID_AT_ONCE = {
     "rl_core.tools.cli train --model ./no --env_path math_answer --out o": "model no: no such f",
     "rl_core.tools.cli train --model m --env_path no.py --out o": "no.py: no such file",
     "rl_core.tools.cli train --model m --out o": "--env_path is missing",
+    "rl_core.tools.cli train --resume --out env": "no run to resume; did you mean envs?; to start",
     "rl_core.train --model m --env_path math_answer --data.train no.jsonl --out o": "no.jsonl: no",
     "rl_core.tools.cli eval m@http://h/v1 --env_path math_answer --data.eval no.csv": "no.csv: no",
     "rl_core.tools.cli collect m@http://h/v1 --env_path no.py --out o": "no.py: no such file",

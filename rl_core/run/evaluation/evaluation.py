@@ -47,6 +47,7 @@ class Evaluation(Plugin):
             return
         if self.trainer.signal:
             self.is_left = True
+            self.trainer.log.say(f"eval at step {step} skipped after the signal; --resume runs it")
         else:
             await self.evaluate(step)
 
@@ -59,7 +60,7 @@ class Evaluation(Plugin):
         except Interrupted:
             trainer.metrics.clear()
             trainer.log_metrics()  # All ranks learn the signal.
-            trainer.log.say(f"eval at step {step} interrupted")
+            trainer.log.say(f"eval at step {step} interrupted; --resume repeats it")
             return
         metrics = trainer.log_metrics()
         self.show(step, metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import socket
 from contextlib import suppress
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+from rl_core.errors import nearest_folder
 
 
 def check_path(name: str) -> None:
@@ -122,7 +123,9 @@ def why_no_model(name: str, error: Exception) -> str:
     if (path / "adapter_config.json").exists():
         return f"model {path} is an adapter; name a whole model, such as {merged_model(path)}"
     if path.is_dir():
-        return f"model {name!r} cannot be loaded: {reason}"
+        if not (models := models_in(path)) or (path / "config.json").exists():
+            return f"model {name!r} cannot be loaded: {reason}"
+        return f"model {path} is a folder of models; name one: {models}"
     # "org/name" may also mean a folder, which transformers' error does not mention.
     return (
         f"model {name!r} is not a folder and cannot be loaded from the hub: {reason}; name a "
@@ -143,14 +146,8 @@ def merged_model(adapter: Path) -> str:
 
 
 def exported(folder: Path) -> str:
-    models = sorted(str(file.parent) for file in folder.glob("*/config.json"))
-    return " or ".join(models) or f"{folder} has none yet"
+    return models_in(folder) or f"{folder} has none yet"
 
 
-def nearest_folder(path: Path) -> str:
-    """`; did you mean models/qwen3?`, or "" if no neighbouring folder has a similar name."""
-    names = []
-    if path.parent.is_dir():
-        names = [folder.name for folder in path.parent.iterdir() if folder.is_dir()]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
+def models_in(folder: Path) -> str:
+    return " or ".join(sorted(str(file.parent) for file in folder.glob("*/config.json")))
