@@ -1,5 +1,5 @@
 """A process that lacks what macOS lacks: `python tests/macos.py FOLDER` imports every module of
-rl_core and envs, runs the quickstart with fewer steps, and prints refusals as JSON.
+rl_core and envs, takes steps of SFT and RL, and prints refusals as JSON.
 
 Only code of this repository, and of the standard library on its behalf, misses these parts.
 Libraries were built for Linux and keep them.
@@ -151,30 +151,24 @@ def import_all() -> None:
             runpy.run_path(str(path))
 
 
-def run_quickstart(folder: Path) -> None:
-    """scripts/quickstart.py in `folder`, its commands in this process and with fewer steps."""
-    import quickstart
+def run_steps(folder: Path) -> None:
+    """Two steps of each kind, with an evaluation and a checkpoint."""
+    from demo_data import demo_data
+    from make_tiny_model import make_tiny_model
 
-    shorter = {"500": "70", "100": "2", "50": "2", "32000": "256"}
-
-    def run(command: str, *more: str) -> None:
-        words = [shorter.get(word, word) for word in [*command.split(), *more]]
-        words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-        print("$", *words, flush=True)
-        sys.argv = words[words[0] == "-m" :]
-        try:
-            if words[0] == "-m":
-                status = importlib.import_module(words[1]).main(words[2:])
-                assert not status, status
-            else:
-                runpy.run_path(words[0], run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, end.code
+    from rl_core.train import main
 
     os.chdir(folder)
-    quickstart.ROOT, quickstart.run = folder, run
-    sys.argv = ["quickstart.py"]
-    quickstart.main()
+    make_tiny_model("model")
+    rows = demo_data("sort", 0, num_sft=64, num_train=8, num_eval=2)
+    Path("sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows["sft"]))
+    sizes = "--tasks_per_step 4 --max_tokens 8 --max_prompt_tokens 64 --num_steps 2"
+    stop = '--sampling.stop ["1","2"] --eval_every 2 --eval.num_tasks 2 --group_size 4'
+    for name, kind in {
+        "sft": "--algorithm sft --data.train sft.jsonl",
+        "rl": f"--env_path {ROOT}/envs/sort_digits.py {stop}",
+    }.items():
+        assert main(["--model", "model", *kind.split(), *sizes.split(), "--out", name]) == 0
 
 
 def use_guards() -> None:
@@ -209,7 +203,7 @@ def refusals() -> dict[str, str]:
             tried()
         except RuntimeError as error:
             errors[name] = str(error)
-    train = "--model runs/quickstart/model --out runs/refused --max_tokens 8 --env_path"
+    train = "--model model --out refused --max_tokens 8 --env_path"
     flags = {
         "code": f"{train} {ROOT}/envs/code.py",
         "mps": f"{train} {ROOT}/envs/sort_digits.py --device mps",
@@ -226,6 +220,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1]).resolve()
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
     import_all()
-    run_quickstart(folder)
+    run_steps(folder)
     use_guards()
     print(json.dumps(refusals()))
