@@ -1,5 +1,5 @@
 """Environments after AgentBench: their solutions earn the most, and other replies nothing;
-AgentBench's own rows, where they are there; three steps of the real command."""
+AgentBench's own rows, where they are there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import stage
-from kit import ROOT, metrics, run, words
+from kit import ROOT
 
 from rl_core.environments.env_file import load_env
 from rl_core.tools.cli import main as command
@@ -387,7 +387,7 @@ def test_the_last_line_of_a_reply_is_the_action():
     assert (lost.reward, len(lost.turns), lost.metrics["refused"]) == (0, 24, 24)
 
 
-# Steps of the real command
+# Replies of two kinds
 
 
 def steps_of(name: str) -> tuple[dict, list[list[str]]]:
@@ -426,78 +426,3 @@ def shortest(row: dict) -> list[str]:
             house.act(action)
             actions.append(action)
     return actions
-
-
-def conversation(name: str, row: dict, replies: list[str]) -> dict:
-    """The conversation as a row for SFT."""
-    result = play(env_of(name), *replies, row=row, max_turns=len(replies))
-    reply, messages = iter(replies), []
-    for message in result.messages:
-        is_own = message["role"] == "assistant"
-        content = next(reply) if is_own else message["content"]
-        messages.append({"role": message["role"], "content": content})
-    return {"messages": messages}
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_model, made_once):
-    """A tiny model that says one of the two kinds of replies to each row."""
-
-    def make(out):
-        out.mkdir()
-        rows = []
-        for name in NAMES:
-            row, kinds = steps_of(name)
-            rows += [conversation(name, row, replies) for replies in kinds]
-        text = "".join(json.dumps(row) + "\n" for row in rows * 4)
-        (out / "sft.jsonl").write_text(text)
-        options = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 10 "
-        options += "--num_steps 100 --optim.lr 4e-3 --optim.schedule cosine --data.train"
-        run(out / "run", "--model", tiny_model, options, out / "sft.jsonl")
-
-    return made_once("warm_agentbench", make) / "run/hf/policy"
-
-
-# The next test trains on all five in one run.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_three_steps_learn(name, warm, tmp_path):
-    row, kinds = steps_of(name)
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
-    turns = max(map(len, kinds))
-    options = "--tasks_per_step 1 --group_size 16 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
-    # A model that has learned for some seconds is surer so.
-    options += f"--sampling.temperature 0.4 --max_prompt_tokens 1000 --max_turns {turns}"
-    path = ROOT / f"envs/agentbench_{name}.py"
-    rows = ["--data.train", tmp_path / "rows.jsonl"]
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, *words(options))
-    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
-    assert not any(line.get("rollout/policy/failed") for line in result)
-
-
-@pytest.mark.slow
-def test_one_run_learns_all_five_kinds_and_shows_each_its_numbers(warm, tmp_path):
-    """With cross-policy sampling and advantages of each task normalised, as in AgentRL."""
-    paths, turns, rows = [], 0, []
-    for name in NAMES:
-        row, kinds = steps_of(name)
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n")
-        paths.append(str(ROOT / f"envs/agentbench_{name}.py"))
-        rows += [f"--envs.agentbench_{name}.train", tmp_path / f"{name}.jsonl"]
-        turns = max(turns, *map(len, kinds))
-    options = "--tasks_per_step 5 --group_size 8 --num_steps 3 --optim.lr 1e-4 --max_tokens 120 "
-    options += "--sampling.temperature 0.4 --max_prompt_tokens 1000 --algo.normalize task "
-    options += (
-        f"--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2 --max_turns {turns}"
-    )
-    mix = ["--env_path", ",".join(paths), *rows]
-    out = run(tmp_path / "run", "--model", warm, *mix, *words(options))
-    result = [line for line in metrics(out) if "time/step_s" in line]
-    assert len(result) == 3 and any(line["learn/policy/grad_norm"] > 0 for line in result)
-    for line in result:
-        for name in NAMES:
-            assert 0 <= line[f"rollout/policy/agentbench_{name}/reward_mean"] <= 1
-        assert not line.get("rollout/policy/failed")
-    # The second engine has the weights before the first step until the second step ends.
-    assert [line["rollout/policy/lagged_frac"] > 0 for line in result] == [False, True, False]

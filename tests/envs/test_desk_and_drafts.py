@@ -7,7 +7,7 @@ import re
 
 import pytest
 import stage
-from kit import ROOT, metrics, run
+from kit import ROOT
 
 from rl_core.environments.env_file import load_env
 from rl_core.tools.cli import main as command
@@ -144,7 +144,7 @@ def test_one_actor_drafts_and_combines_and_wrong_programs_earn_nothing():
     assert {len(t.turns) for t in seats["draft"]} == {1}
 
 
-# Steps of the real command
+# Replies of two kinds
 
 
 def facts(name: str) -> tuple[dict, list[list[str]]]:
@@ -154,42 +154,3 @@ def facts(name: str) -> tuple[dict, list[list[str]]]:
         return row, [["def f(x): return 1"], ["def f(x): return 2"]]
     row = row_of("status", status="shipped") | {"facts": []}
     return row, [["It is shipped."], ["It is pending."]]
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_model, made_once):
-    """A tiny model that says one of the two kinds."""
-
-    def make(out):
-        out.mkdir()
-        rows = []
-        for name in ("code_parallel", "customer_service"):
-            row, kinds = facts(name)
-            for [reply] in kinds:
-                env = env_of(name)
-                result = stage.run(env, stage.cast(policy=reply), rows=[row], max_tokens=200)
-                roles = [message["role"] for message in result[-1].messages]
-                asked = result[-1].messages[: roles.index("assistant")]
-                rows.append({"messages": [*asked, {"role": "assistant", "content": reply}]})
-        (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
-        flags = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
-        flags += "--num_steps 40 --optim.lr 4e-3 --data.train"
-        run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
-
-    return made_once("warm_desk", make) / "run/hf/policy"
-
-
-@pytest.mark.parametrize("name", ["code_parallel", "customer_service"])
-def test_three_steps_learn(name, warm, tmp_path):
-    row, _ = facts(name)
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
-    flags = (
-        "--tasks_per_step 1 --group_size 6 --num_steps 3 --max_tokens 60 --max_prompt_tokens 1000 "
-    )
-    flags += "--optim.lr 1e-4 --sampling.temperature 0.6"
-    path = ROOT / f"envs/{name}.py"
-    rows = ["--data.train", tmp_path / "rows.jsonl"]
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, flags)
-    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
-    assert not any(line.get("rollout/policy/failed") for line in result)

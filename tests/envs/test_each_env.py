@@ -1,5 +1,5 @@
-"""Every file of envs/: a solver that earns the most, a reply that earns nothing, and three steps of
-the real command. Those of most stand in a file of their kind; the others are here."""
+"""Every file of envs/: a solver that earns the most, and a reply that earns nothing. Those of most
+stand in a file of their kind; the others are here. test_learning_steps.py has their steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import stage
-from kit import ROOT, metrics, run
-from test_boxes import REASON, needs_bubblewrap
+from kit import ROOT
+from test_boxes import needs_bubblewrap
 
 from rl_core.environments.env_file import load_env
 
 ENVS = ROOT / "envs"
-# File of tests -> the environments whose solver and steps are there.
+# File of tests -> the environments whose solver is there.
 TESTED = {
     "envs/test_agentbench.py": "agentbench_db agentbench_house agentbench_kg agentbench_os "
     "agentbench_shop",
@@ -82,64 +82,27 @@ def instructed(row):
     return [" ".join(sentences)]
 
 
-# Environment -> (row -> replies that earn 1, replies that earn 0, tokens of a prompt).
+# Environment -> (row -> replies that earn 1, replies that earn 0).
 SOLVED = {
     "calculator": (
         lambda row: [f"<call>{row['messages'][0]['content']}</call>", str(row["answer"])],
         ["error"],
-        64,
     ),
-    "sort_digits": (
-        lambda row: [str(row["answer"])],
-        ["no"],
-        64,
-    ),
-    "maze": (
-        maze_solver,
-        ["u"],
-        64,
-    ),
-    "terminal": (
-        terminal_solver,
-        ["Done."],
-        1000,
-    ),
-    "harbor": (
-        harbor_solver,
-        ["Done."],
-        1000,
-    ),
-    "python_tool": (
-        python_solver,
-        ["I do not know."],
-        1000,
-    ),
-    "word_problems": (
-        lambda row: [str(row["answer"])],
-        ["?"],
-        300,
-    ),
-    "instructions": (
-        instructed,
-        ["?"],
-        300,
-    ),
-    "summarise": (
-        lambda row: [row["reference"]],
-        ["?"],
-        400,
-    ),
-    "translate": (
-        lambda row: [row["reference"]],
-        ["?"],
-        100,
-    ),
+    "sort_digits": (lambda row: [str(row["answer"])], ["no"]),
+    "maze": (maze_solver, ["u"]),
+    "terminal": (terminal_solver, ["Done."]),
+    "harbor": (harbor_solver, ["Done."]),
+    "python_tool": (python_solver, ["I do not know."]),
+    "word_problems": (lambda row: [str(row["answer"])], ["?"]),
+    "instructions": (instructed, ["?"]),
+    "summarise": (lambda row: [row["reference"]], ["?"]),
+    "translate": (lambda row: [row["reference"]], ["?"]),
 }
 IN_BOXES = ("harbor", "terminal", "python_tool")
 EACH = [pytest.param(name, marks=[needs_bubblewrap] if name in IN_BOXES else []) for name in SOLVED]
 
 
-def test_every_environment_has_a_solver_and_steps_in_these_files():
+def test_every_environment_has_a_solver_in_these_files():
     named = [name for names in TESTED.values() for name in names.split()]
     assert sorted([*named, *SOLVED]) == sorted(path.stem for path in ENVS.glob("*.py"))
     for file, names in TESTED.items():
@@ -149,66 +112,12 @@ def test_every_environment_has_a_solver_and_steps_in_these_files():
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_solver_earns_one_and_another_reply_nothing(name):
-    solve, wrong, _ = SOLVED[name]
+    solve, wrong = SOLVED[name]
     env = load_env(str(ENVS / f"{name}.py"))
     row = env.load_tasks("train")[0]
     best = stage.play(env, *solve(row), row=row, max_tokens=900)
     assert (best.status, best.reward) == ("ok", pytest.approx(1.0)), best.messages
     assert stage.play(env, *wrong, row=row, max_tokens=900).reward == 0.0
-
-
-def conversation(env, row, replies):
-    """The conversation as a row for SFT."""
-    result = stage.play(env, *replies, row=row, max_tokens=900, max_turns=len(replies))
-    spoken, messages = iter(replies), []
-    for message in result.messages:
-        content = next(spoken) if message["role"] == "assistant" else message["content"]
-        messages.append({"role": message["role"], "content": content})
-    return {"messages": messages}
-
-
-def first_row(env):
-    """The one with the shortest solution, so that a tiny model learns it soon."""
-    return min(env.load_tasks("train"), key=lambda row: len(json.dumps(row)))
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_model, made_once):
-    """A tiny model that says the right or the wrong replies to a row of each environment."""
-
-    def make(out):
-        out.mkdir()
-        rows = []
-        for name, (solve, wrong, _) in SOLVED.items():
-            if REASON and name in IN_BOXES:
-                continue
-            env = load_env(str(ENVS / f"{name}.py"))
-            row = first_row(env)
-            rows += [conversation(env, row, replies) for replies in (solve(row), wrong)]
-        (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 4))
-        flags = "--algorithm sft --max_tokens 1500 --max_prompt_tokens 1000 --tasks_per_step 14 "
-        flags += "--num_steps 80 --optim.lr 4e-3 --optim.schedule cosine --data.train"
-        run(out / "run", "--model", tiny_model, flags, out / "sft.jsonl")
-
-    return made_once("warm_each_env", make) / "run/hf/policy"
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_three_steps_learn(name, warm, tmp_path):
-    solve, _, num_tokens = SOLVED[name]
-    row = first_row(load_env(str(ENVS / f"{name}.py")))
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
-    longest = max(map(len, solve(row))) + 20
-    flags = f"--tasks_per_step 1 --group_size 16 --num_steps 3 --max_prompt_tokens {num_tokens} "
-    flags += f"--max_tokens {longest} --max_turns {len(solve(row))} --optim.lr 1e-4 "
-    # A model that has learned for some seconds is surer so.
-    flags += "--sampling.temperature 0.4"
-    path = ENVS / f"{name}.py"
-    rows = ["--data.train", tmp_path / "rows.jsonl"]
-    out = run(tmp_path / "run", "--model", warm, "--env_path", path, *rows, flags)
-    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
-    assert not any(line.get("rollout/policy/failed") for line in result)
 
 
 def judged(name, row, reply, verdict):

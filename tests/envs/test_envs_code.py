@@ -1,14 +1,12 @@
-"""The shipped environments for code, with the real sandbox: scripted actors, and runs of the real
-command."""
+"""The shipped environments for code, with the real sandbox and scripted actors."""
 
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 import stage
-from kit import ROOT, run, steps
+from kit import ROOT
 
 from rl_core.environments.env_file import load_env
 from rl_core.sandbox.rows import code_of, function_tests, stdin_tests
@@ -258,61 +256,3 @@ CONTEST = {
 )  # fmt: skip
 def test_a_contest_pays_for_all_tests_and_a_little_for_some(reply, earned):
     assert reward("code_contest", CONTEST, reply) == pytest.approx(earned)
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_model, made_once):
-    """A tiny model that says short programs at random."""
-
-    def make(out):
-        out.mkdir()
-        rng, replies = random.Random(0), ["f=abs", "f=int", "print(1)", "print(2)"]
-        rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": "a"},
-                    {"role": "assistant", "content": rng.choice(replies)},
-                ]
-            }
-            for _ in range(800)
-        ]
-        (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sft = (
-            "--algorithm sft --max_tokens 16 --max_prompt_tokens 16 --tasks_per_step 32 "
-            "--num_steps 60 --optim.lr 4e-3"
-        )
-        run(
-            out / "run",
-            "--model",
-            tiny_model,
-            sft,
-            "--optim.schedule cosine --data.train",
-            out / "sft.jsonl",
-        )
-
-    return made_once("warm_code", make) / "run/hf/policy"
-
-
-@pytest.mark.parametrize("name", ["code", "code_contest"])
-def test_three_steps_of_training_learn_something(name, warm, tmp_path):
-    row = {"prompt": "a", "test_list": ["assert f(-1) == 1"], "tests": [["", "1"]]}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    sizes = (
-        "--tasks_per_step 4 --group_size 8 --num_steps 3 --optim.lr 2e-3 --max_tokens 12 "
-        "--max_prompt_tokens 200"
-    )
-    flags = [
-        "--model",
-        warm,
-        "--env_path",
-        ENVS / f"{name}.py",
-        "--data.train",
-        tmp_path / "rows.jsonl",
-        sizes,
-    ]
-    run(tmp_path / "run", *flags)
-    lines = steps(tmp_path / "run")
-    assert len(lines) == 3 and all(row["learn/policy/grad_norm"] > 0 for row in lines)
-    assert not any(row.get("rollout/policy/failed") for row in lines)
-    first, *_, last = (row["rollout/policy/reward_mean"] for row in lines)
-    assert last > first + 0.1, (first, last)

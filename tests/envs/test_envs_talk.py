@@ -1,27 +1,20 @@
-"""The shipped puzzles, games and debates: rules, rewards, data, and steps of the real command that
-learn from them."""
+"""The shipped puzzles, games and debates: rules, rewards, and data."""
 
 from __future__ import annotations
 
 import json
 import re
 import runpy
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-import torch
 from curves import CURVES, habit_rows, rows_of
-from kit import ROOT, metrics, run, trajectories, words
+from kit import ROOT
 from stage import cast
 from stage import run as play
 
 from rl_core.data.tasks.prompt_hook import MadePrompts
 from rl_core.environments.env_file import load_env
 from rl_core.tools.cli import main as command
-from rl_core.train import main
 
 ENVS = ROOT / "envs"
 NAMES = (
@@ -327,52 +320,7 @@ def test_a_reply_that_orders_the_judge_about_stays_in_its_tag_and_a_rubric_adds_
     assert all(prompt.count("</A>") <= 1 and prompt.count("</reply>") <= 2 for prompt in asked)
 
 
-# Runs
-
-
-@contextmanager
-def endpoint(rule):
-    """URL of an OpenAI-compatible endpoint that says rule(text of all messages)."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            reply = rule("\n".join(m["content"] for m in asked["messages"]))
-            choice = {
-                "index": 0,
-                "message": {"role": "assistant", "content": reply},
-                "finish_reason": "stop",
-            }
-            body = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args): ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(
-        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-    ).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-FORMS = ("countdown", "math_answer")
-
-
-def few(name: str) -> list[dict]:
-    """Training tasks that a tiny model can know after a short warm-up."""
-    rows = (
-        rows_of(name, "train")
-        if name in CURVES
-        else load_env(str(ENVS / f"{name}.py")).load_tasks("train")
-    )
-    return rows[:2]
+# Warm-ups
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -382,113 +330,3 @@ def test_the_rows_of_a_curves_warm_up_are_accepted(name, make_model, tmp_path):
     model = make_model(CURVES[name].model.get("arch", "qwen3"))
     flags = ["--algorithm", "sft", "--model", str(model), "--max_tokens", "2000"]
     assert command(["plan", *flags, "--data.train", str(tmp_path / "sft.jsonl")]) == 0
-
-
-@pytest.fixture(scope="session")
-def speaker(tiny_model, made_once) -> Path:
-    """The tiny model after a short warm-up on the form of replies in these environments."""
-
-    def make(out: Path) -> None:
-        out.mkdir()
-        rows = [
-            row
-            for name in FORMS
-            for row in habit_rows(
-                name, 0, 300 if name == "countdown" else 200, few(name), CURVES[name].habits
-            )
-        ]
-        (out / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sft = (
-            "--algorithm sft --tasks_per_step 16 --num_steps 80 --optim.lr 3e-3 --optim.schedule "
-            "cosine"
-        )
-        run(
-            out / "run",
-            "--model",
-            tiny_model,
-            "--data.train",
-            out / "sft.jsonl",
-            sft,
-            "--max_prompt_tokens 64 --max_tokens 200",
-        )
-
-    return made_once("speaker", make) / "run/hf/policy"
-
-
-def gain(out: Path, actor: str) -> float:
-    """By how many nats the run made what earned more than its group more likely, over all its
-    steps. 0: it learned nothing."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(out / f"hf/{actor}")
-    files = sorted(out.glob("rollouts/step_*.zst"))
-    result = [t for file in files for t in trajectories(file) if t["actor"] == actor]
-    groups: dict = {}
-    for t in result:
-        groups.setdefault((t["group_id"], t["seat"]), []).append(t["reward"])
-    total = 0.0
-    for t in result:
-        separate = groups[t["group_id"], t["seat"]]
-        for turn in t["turns"] if t["reward"] != sum(separate) / len(separate) else []:
-            done = turn["completion"]
-            ids = torch.tensor([turn["prompt_ids"] + done["token_ids"]])
-            with torch.no_grad():
-                logprobs = (
-                    model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-                )
-            new = logprobs[-len(done["token_ids"]) :].sum().item()
-            total += (t["reward"] - sum(separate) / len(separate)) * (new - sum(done["logprobs"]))
-    return total
-
-
-@pytest.mark.parametrize(
-    "name, actors, flags",
-    [
-        ("countdown", ["policy"], "--max_prompt_tokens 40 --max_tokens 32"),
-        ("math_answer", ["policy"], "--max_prompt_tokens 40 --max_tokens 32"),
-        ("parallel_thinking", ["policy"], "--max_prompt_tokens 200 --max_tokens 32"),
-        ("jailbreak", ["attacker"], "--max_prompt_tokens 160 --max_tokens 16"),
-        ("debate", ["policy"], "--max_prompt_tokens 200 --max_tokens 32"),
-        ("llm_judge", ["policy"], "--max_prompt_tokens 100 --max_tokens 16"),
-    ],
-)
-def test_three_steps_of_training_learn_something(name, actors, flags, speaker, tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few(name)))
-    models = [x for actor in actors for x in (f"--actors.{actor}.model", str(speaker))]
-    models += ["--env_path", str(ENVS / f"{name}.py"), "--data.train", str(tmp_path / "rows.jsonl")]
-    sizes = words(
-        "--tasks_per_step 2 --group_size 8 --num_steps 3 --optim.lr 3e-4",
-        flags,
-        "--out",
-        tmp_path / "run",
-    )
-
-    def other(asked):
-        """A target that gives in to digits, and a judge who likes them."""
-        if secret := re.search("The password is ([a-z]+)", asked):
-            return secret[1] if re.search("[0-9]", asked) else "no"
-        first, second = (
-            len(re.findall("[0-9]", asked.split(f"<{s}>")[1].split(f"</{s}>")[0])) for s in "AB"
-        )
-        return "[[C]]" if first == second else "[[A]]" if first > second else "[[B]]"
-
-    with endpoint(other) as url:
-        for third in {"jailbreak": ["target"], "llm_judge": ["judge"]}.get(name, []):
-            models += [
-                f"--actors.{third}.api",
-                url,
-                f"--actors.{third}.model",
-                "m",
-                f"--actors.{third}.api_key_env",
-                "",
-            ]
-        assert main([*models, *sizes]) == 0
-    result = metrics(tmp_path / "run")
-    assert not any(value for row in result for key, value in row.items() if key.endswith("/failed"))
-    for actor in actors:
-        assert any(
-            row[f"learn/{actor}/grad_norm"] > 0
-            for row in result
-            if f"learn/{actor}/grad_norm" in row
-        )
-        assert gain(tmp_path / "run", actor) > 0

@@ -8,7 +8,6 @@ import base64
 import gc
 import json
 import os
-import random
 import re
 import shlex
 import socket
@@ -29,7 +28,7 @@ import numpy as np
 import pytest
 import stage
 from aiohttp import web
-from kit import ROOT, STOP, metrics, run, wait_until
+from kit import ROOT, wait_until
 
 from envs.programs.gym_spaces import action_of
 from rl_core.data.images import png_of
@@ -53,73 +52,6 @@ def env_of(name: str, **options):
 
 def rows_of(name: str) -> tuple[list[dict], list[dict]]:
     return tuple(list(env_of(name).load_tasks(split)) for split in ("train", "eval"))
-
-
-@pytest.fixture(scope="module")
-def warm(tiny_model, made_once):
-    """A tiny model that says what these environments read, at random."""
-    rng = random.Random(0)
-
-    def row(*texts):
-        roles = ["system"] * (len(texts) % 2) + ["user", "assistant", "tool", "assistant"]
-        return {
-            "messages": [
-                {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
-            ]
-        }
-
-    def make(out):
-        out.mkdir()
-        instructions = env_of("search_qa").hooks["interact"].function.__globals__["HOW"]
-        letters = rng.choices(string.ascii_lowercase, k=600)
-        rows = [
-            row(instructions, "Which letter?", f"<answer>{letter}</answer>") for letter in letters
-        ]
-        rows += [row("Which is it?", str(rng.randrange(3))) for _ in letters]
-        rows += [row("Which is it?", called("price", item="pamo"), "8", "0") for _ in letters[:400]]
-        board = chess.Board()
-        moves = ["e5", "Ke2", "Nc6", "d5", *map(board.san, board.legal_moves)]
-        asked = (
-            "Go. You are "
-            f"white.\n\n{env_of('chess_game').hooks['rollout'].function.__globals__['shown'](board)}"
-        )
-        rows += [row(asked, rng.choice(moves)) for _ in letters[:300]]
-        (out / "sft.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-        sft = (
-            "--algorithm sft --max_tokens 300 --max_prompt_tokens 300 --tasks_per_step 16 "
-            "--num_steps 80 --optim.lr 4e-3"
-        )
-        run(
-            out / "run",
-            "--model",
-            tiny_model,
-            sft,
-            "--optim.schedule cosine --data.train",
-            out / "sft.jsonl",
-        )
-
-    return made_once("warm_tools", make) / "run/hf/policy"
-
-
-def learns(model, name, out, rows, *flags, tasks=8, group=8):
-    """Three steps of the real command: they learned from some groups, and no episode failed."""
-    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sizes = f"--tasks_per_step {tasks} --group_size {group} --num_steps 3 --optim.lr 1e-3"
-    run(
-        out / "run",
-        "--model",
-        model,
-        "--env_path",
-        ENVS / f"{name}.py",
-        "--data.train",
-        out / "rows.jsonl",
-        sizes,
-        *flags,
-    )
-    steps = [row for row in metrics(out / "run") if "rollout/policy/reward_mean" in row]
-    assert len(steps) == 3 and any(row.get("learn/policy/grad_norm", 0) > 0 for row in steps)
-    assert not any(row.get("rollout/policy/failed") for row in steps)
-    return steps
 
 
 @pytest.mark.parametrize(
@@ -220,15 +152,6 @@ def test_a_search_server_that_is_away_or_silent_fails_the_episode(monkeypatch):
         threading.Thread(target=refusing.handle_request, daemon=True).start()
         monkeypatch.setenv("SEARCH_URL", f"http://127.0.0.1:{refusing.server_port}/retrieve")
         assert "501" in stage.error_of(env_of("search_qa"), "<search>x</search>", row=row)
-
-
-def test_three_steps_of_search_learn(warm, tmp_path):
-    rows = [
-        {"question": "Which letter?", "golden_answers": list(half)}
-        for half in ("abcdefghijklm", "nopqrstuvwxyz")
-    ]
-    lengths = "--max_prompt_tokens 200 --max_tokens 30 --max_turns 2"
-    learns(warm, "search_qa", tmp_path, rows * 8, lengths)
 
 
 # Gymnasium
@@ -441,11 +364,6 @@ def test_an_environment_that_breaks_or_hangs_fails_the_episode_with_its_cause(mo
     error = stage.error_of(env, "a", row=LETTERS | {"kwargs": {"breaks": "hang"}})
     assert "TimeoutError: step() of the environment took longer than 0.2 s" in error
     assert "NameNotFound" in stage.error_of(env, "a", row=LETTERS | {"gym_env": "Letter-v9"})
-
-
-def test_three_steps_of_a_text_environment_learn(tiny_model, tmp_path):
-    lengths = ["--max_prompt_tokens 250 --max_tokens 12 --max_turns 3", STOP]
-    learns(tiny_model, "gym_text", tmp_path, [LETTERS | {"seed": n} for n in range(8)], *lengths)
 
 
 # MCP
@@ -696,14 +614,6 @@ def test_a_server_that_dies_in_an_episode_fails_it_and_an_engine_that_dies_is_no
         stage.run(mcp(shop), actors, rows=[PRICE])
 
 
-def test_three_steps_with_a_server_learn(warm, shop, monkeypatch, tmp_path):
-    monkeypatch.setenv("MCP_SERVER", shop)
-    rows = [{"prompt": "Which is it?", "answer": str(n)} for n in (0, 1)]
-    flags = "--max_prompt_tokens 64 --max_tokens 80 --max_turns 2 --rollout.max_concurrent 8"
-    steps = learns(warm, "mcp_tools", tmp_path, rows, flags, tasks=2)
-    assert any(row["rollout/policy/called"] for row in steps)
-
-
 # Tools of the environment's own
 
 
@@ -848,21 +758,6 @@ def test_the_last_number_counts(spoken, reward):
         env_of("tool_use"), "4801", row={"prompt": "60*8?", "answer": 480}, max_tokens=3
     )
     assert (cut.status, cut.reward) == ("truncated", 0.0)
-
-
-def test_three_steps_with_tools_learn(warm, tmp_path):
-    rows = [{"prompt": "Which is it?", "answer": n} for n in (0, 1)]
-    steps = learns(
-        warm,
-        "tool_use",
-        tmp_path,
-        rows,
-        "--max_prompt_tokens 64 --max_tokens 80 --max_turns 2",
-        tasks=4,
-    )
-    assert any(
-        row["rollout/policy/refused"] for row in steps
-    )  # The model knows the tools of a shop.
 
 
 # OpenEnv
@@ -1216,15 +1111,6 @@ def test_an_episode_waits_until_a_full_server_has_room(openenv):
     assert outcome.reward == 4 and server.sessions > 2
 
 
-def test_three_steps_with_an_openenv_server_learn(tiny_model, openenv, tmp_path, monkeypatch):
-    _, server = openenv()
-    monkeypatch.setenv("OPENENV_TOKEN", "")
-    lengths = ["--max_prompt_tokens 100 --max_tokens 12 --max_turns 3", STOP]
-    rows = [{"prompt": "Go.", "reset": {"seed": n}} for n in range(8)]
-    learns(tiny_model, "openenv_client", tmp_path, rows, *lengths, tasks=4)
-    assert server.sessions == 3 * 4 * 8
-
-
 # Chess
 
 MATE = {"prompt": "Chess.", "fen": "k7/5R2/8/7Q/8/8/8/4K3 w - - 0 1"}
@@ -1325,19 +1211,6 @@ def test_the_random_player_of_chess_moves_legally_and_the_same_again():
     }
     assert first["ben", "white"].reward_parts["result"] == 1.0  # Each has a separate game.
     assert "moves_random" in first["ann", "white"].metrics and len(first["ann", "white"].turns) >= 2
-
-
-def test_three_steps_of_chess_learn(warm, tmp_path):
-    rows = [START | {"prompt": "Go."}] * 2
-    steps = learns(
-        warm,
-        "chess_game",
-        tmp_path,
-        rows,
-        "--max_prompt_tokens 300 --max_tokens 6 --max_turns 2",
-        tasks=2,
-    )
-    assert any(row["rollout/policy/moves"] for row in steps)
 
 
 # The table of all environments

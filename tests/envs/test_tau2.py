@@ -6,7 +6,7 @@ import json
 
 import pytest
 import stage
-from kit import ROOT, metrics, run
+from kit import ROOT
 
 from rl_core.environments.env_file import load_env
 from rl_core.tools.cli import main as command
@@ -148,32 +148,6 @@ def test_what_is_missing_is_said(desk, monkeypatch, name, value, says):
 
 
 TEA = task_of(0, ["COMMUNICATE"], actions=[], communicate_info=["tea"])
-
-
-@pytest.fixture
-def warm(desk, tiny_model, tmp_path):
-    """A tiny model that says one of two things, of which one is right."""
-    (tmp_path / "tasks.json").write_text(json.dumps([TEA]))
-    env = load_env(str(PATH))
-    rows = []
-    for reply in ("We have tea.", "We have milk."):
-        result = serve(env, env.load_tasks("train")[0], reply, reply)
-        asked = [m for m in result.messages if m["role"] != "assistant"][:2]
-        rows.append({"messages": [*asked, {"role": "assistant", "content": reply}]})
-    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
-    flags = "--algorithm sft --max_tokens 100 --max_prompt_tokens 1000 --tasks_per_step 8 "
-    flags += "--num_steps 60 --optim.lr 4e-3 --data.train"
-    run(tmp_path / "sft", "--model", tiny_model, flags, tmp_path / "sft.jsonl")
-    return tmp_path / "sft/hf/policy"
-
-
-def test_three_steps_learn(warm, tmp_path):
-    flags = "--tasks_per_step 1 --group_size 6 --num_steps 3 --max_tokens 60 --optim.lr 1e-4 "
-    flags += "--max_prompt_tokens 1000 --sampling.temperature 0.6"
-    out = run(tmp_path / "run", "--model", warm, "--env_path", PATH, flags)
-    result = [line for line in metrics(out) if "rollout/policy/reward_mean" in line]
-    assert len(result) == 3 and any(line.get("learn/policy/grad_norm", 0) > 0 for line in result)
-    assert not any(line.get("rollout/policy/failed") for line in result)
 
 
 def test_a_file_that_is_cut_short_is_named(desk, tmp_path):
