@@ -290,3 +290,14 @@ def read_episodes(file: Path) -> Iterator[Row]:
                 f"row {number} of {file}: no episode of a run; it has {', '.join(episode)}"
             )
         yield episode
+
+
+def read_rewards(file: Path) -> dict[str, list[Row]]:
+    """File of rollouts/ -> rewards by rl-core rescore, a line for each of its trajectories. Raises
+    ValueError for another file."""
+    by_file: dict[str, list[Row]] = {}
+    for number, row in enumerate(read_json(file), 1):
+        if not {"file", "reward", "before"} <= row.keys():
+            raise ValueError(f"row {number} of {file}: no reward that rl-core rescore wrote")
+        by_file.setdefault(row["file"], []).append(row)
+    return by_file

@@ -42,6 +42,10 @@ COMMANDS = {
     "plot": "draw a run's curves as a PNG",
     "serve": "host environments over gRPC, for runs on other machines",
     "service": "list workers and sessions of such a service, end sessions, drain a worker",
+    "rescore": (
+        "rewards of stored episodes by a changed environment file: what changes, for replay, plot "
+        "and view"
+    ),
     "replay": (
         "learn a recorded step again without engines, also with another algorithm; compare with "
         "the recorded metrics"

@@ -79,11 +79,7 @@ def read_flags(parser: Parser, argv: list[str], out: str) -> tuple[argparse.Name
         check_env_is_named(options.models[0], flags)
         has_model = any(re.match(r"--(model|actors\.[^.]+\.(model|api))\b", flag) for flag in flags)
         before = [] if has_model else ["--model", options.models[0]]
-    alone = (f"--{name}={value}" for name, value in ALONE.items())
-    config = read_config([*before, *flags, *alone, f"--out={out}"])
-    envs = {name: replace(env, teacher=None) for name, env in config.envs.items()}
-    actors = dict(map(without_learning, config.actors.items()))
-    config = checked(replace(config, actors=actors, envs=envs))
+    config = config_to_play([*before, *flags], out)
     if not config.is_rl or not config.env_path:
         raise ValueError(
             f"--algorithm {config.algorithm} has no episodes to play; name an environment by "
@@ -98,6 +94,15 @@ def read_flags(parser: Parser, argv: list[str], out: str) -> tuple[argparse.Name
 
     quiet()  # Before rows are read.
     return options, config
+
+
+def config_to_play(flags: list[str], out: str) -> Config:
+    """The configuration of a run in one process, without all that only learning needs."""
+    alone = (f"--{name}={value}" for name, value in ALONE.items())
+    config = read_config([*flags, *alone, f"--out={out}"])
+    envs = {name: replace(env, teacher=None) for name, env in config.envs.items()}
+    actors = dict(map(without_learning, config.actors.items()))
+    return checked(replace(config, actors=actors, envs=envs))
 
 
 def names_env(flags: list[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import fmean
 
 from rl_core.tools.parser import Parser
 
@@ -23,7 +24,10 @@ PANELS = {
 def main(argv: list[str]) -> int:
     parser = Parser(prog="rl-core plot", description=__doc__)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folders of runs; several are drawn into each other"
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folders of runs, or files of rl-core rescore; several are drawn into each other",
     )
     parser.add_argument("--out", help="the file; default: RUN/curves.png")
     options = parser.parse_args(argv)
@@ -34,7 +38,9 @@ def main(argv: list[str]) -> int:
             curves.setdefault(title, {}).update(
                 {of_run + name: points for name, points in panel.items()}
             )
-    file = Path(options.out or Path(options.runs[0]) / "curves.png")
+    first = Path(options.runs[0])
+    default = first.with_name(f"{first.name.partition('.')[0]}.png")  # Of a file.
+    file = Path(options.out or (default if first.is_file() else first / "curves.png"))
     flat = {title: panel for title, panel in curves.items() if is_flat(panel)}
     draw({title: panel for title, panel in curves.items() if title not in flat} or curves, file)
     print(f"wrote {file}")
@@ -48,6 +54,8 @@ def curves_of(run: Path) -> dict[str, Curves]:
     killed run left cut short, is left out. Raises ValueError if the run has no metrics."""
     from rl_core.tools.viewer.data import RunFolder
 
+    if run.is_file():
+        return curves_of_rewards(run)
     folder = RunFolder(run)
     folder.read_metrics()
     curves: dict[str, Curves] = {}
@@ -61,6 +69,32 @@ def curves_of(run: Path) -> dict[str, Curves]:
     if not curves:
         raise ValueError(f"{run}: metrics.jsonl holds no step yet; wait for the first")
     return {title: curves[title] for title in PANELS if title in curves}
+
+
+def curves_of_rewards(file: Path) -> dict[str, Curves]:
+    """Means of rewards and of their parts, before and after rl-core rescore, by step and actor."""
+    from rl_core.data.tables import read_rewards
+    from rl_core.tools.viewer.data import step_of
+
+    values: dict[tuple[str, str, int], list[float]] = {}
+    for name, rows in read_rewards(file).items():
+        for row in (row for row in rows if row["reward"] is not None):
+            both = (
+                ("before", row["before"], row["parts_before"]),
+                ("after", row["reward"], row["reward_parts"]),
+            )
+            for when, reward, parts in both:
+                for title, value in {
+                    "reward": reward,
+                    **{f"part {n}": v for n, v in parts.items()},
+                }.items():
+                    values.setdefault(
+                        (title, f"{row['actor']} {when}", step_of(Path(name))), []
+                    ).append(value)
+    curves: dict[str, Curves] = {}
+    for (title, name, step), of_step in sorted(values.items()):
+        curves.setdefault(title, {}).setdefault(name, []).append((step, fmean(of_step)))
+    return curves
 
 
 def is_flat(curves: Curves) -> bool:

@@ -52,6 +52,8 @@ OBJECTIVE = (
     "learner.updates_per_epoch",
     "learner.epochs",
 )
+# Fields of a trajectory that rl-core rescore writes anew.
+RESCORED = ("reward", "reward_parts", "turn_rewards", "status", "error")
 CLOSE = 1e-4  # relative difference that rounding explains
 Values = dict[str, list[float]]  # Name of a quantity -> its value for each token.
 
@@ -82,19 +84,28 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="write the learner's values of each token to tokens/",
     )
+    parser.add_argument(
+        "--rewards", type=Path, metavar="FILE", help="learn the step with those of rl-core rescore"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options, flags = parser.parse_known_args(argv)
     step = newest_step(options.run) if options.step is None else options.step
-    result = replay(options.run, step, flags, options.tokens)
+    result = replay(options.run, step, flags, options.tokens, options.rewards)
     if result is not None:
         text = json.dumps(asdict(result)) if options.json else table(result)
         print(text, flush=True)
     return 0
 
 
-def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> Replayed | None:
-    """Result of learning a step again; None on ranks that do not write. Raises ValueError if
-    something that the step needs was not recorded."""
+def replay(
+    run: Path,
+    step: int,
+    flags: list[str],
+    has_tokens: bool = False,
+    rewards: Path | None = None,
+) -> Replayed | None:
+    """Result of learning a step again, optionally with rewards by rl-core rescore; None on ranks
+    that do not write. Raises ValueError if something that the step needs was not recorded."""
     from rl_core.distributed import close_ranks
     from rl_core.learners import is_sharded
     from rl_core.run.display.terminal import quiet
@@ -120,6 +131,8 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         metrics = learn(plan, learners, trajectories, number, ranks)
         differences += [difference(metrics[n], recorded[number].get(n)) for n in compared(metrics)]
     parts, trajectories = read_step(files[step], ranks)
+    if rewards is not None:
+        set_rewards(parts, rewards)
     values: dict[int, Values] | None = {} if has_tokens else None
     metrics = learn(plan, learners, trajectories, step, ranks, values)
     if values is not None:
@@ -138,7 +151,7 @@ def replay(run: Path, step: int, flags: list[str], has_tokens: bool = False) -> 
         replayed=metrics,
         recorded={name: value for name, value in recorded[step].items() if name in metrics},
         between=max(differences),
-        is_other=other != config,
+        is_other=other != config or rewards is not None,
     )
 
 
@@ -237,28 +250,49 @@ def read_step(
 ) -> tuple[dict[Path, list[Trajectory]], list[Trajectory]]:
     """This rank's trajectories of a step, by file and in all. Each turn's policy_version is a
     unique number that identifies the turn of a packed token: the learner does not read versions."""
-    from rl_core.data.images import load_images, set_images
     from rl_core.data.tables import read_episodes
-    from rl_core.types import Completion, Trajectory, Turn
 
     parts: dict[Path, list[Trajectory]] = {}
     numbers = itertools.count(ranks.rank << 32)
     for file in files[ranks.rank :: ranks.size]:
-        parts[file] = []
-        for row in read_episodes(file):
-            turns = []
-            for turn in row["turns"]:
-                completion: JSONObject = turn["completion"] | {
-                    "policy_version": next(numbers),
-                    "newer_versions": [],
-                }
-                turns.append(Turn(**(turn | {"completion": Completion(**completion)})))
-            load_images(row, file.parent)
-            fields: JSONObject = row | {"turns": turns}
-            trajectory = Trajectory(**fields)
-            set_images(trajectory)
-            parts[file].append(trajectory)
+        parts[file] = [trajectory_of(row, file.parent) for row in read_episodes(file)]
+        for turn in (turn for t in parts[file] for turn in t.turns):
+            turn.completion.policy_version, turn.completion.newer_versions = next(numbers), []
     return parts, [t for trajectories in parts.values() for t in trajectories]
+
+
+def set_rewards(parts: dict[Path, list[Trajectory]], rewards: Path) -> None:
+    """Gives trajectories the rewards of a file of rl-core rescore. Raises ValueError unless the
+    file has those of each."""
+    from rl_core.data.tables import read_rewards
+
+    by_file = read_rewards(rewards)
+    names = ("group_id", "index", "actor", "seat")
+    for file, trajectories in parts.items():
+        lines = by_file.get(file.name, [])
+        keys = [[line[name] for name in names] for line in lines]
+        if keys != [[getattr(t, name) for name in names] for t in trajectories]:
+            raise ValueError(
+                f"--rewards {rewards}: not the trajectories of {file}; make it by rl-core rescore "
+                "of this run and step"
+            )
+        for t, line in zip(trajectories, lines, strict=True):
+            for name in RESCORED:
+                setattr(t, name, line[name])
+
+
+def trajectory_of(row: JSONObject, folder: Path) -> Trajectory:
+    """The trajectory of a line of rollouts/, which is in `folder`."""
+    from rl_core.data.images import load_images, set_images
+    from rl_core.types import Completion, Trajectory, Turn
+
+    turns = []
+    for turn in row["turns"]:
+        turns.append(Turn(**(turn | {"completion": Completion(**turn["completion"])})))
+    load_images(row, folder)
+    trajectory = Trajectory(**(row | {"turns": turns}))
+    set_images(trajectory)
+    return trajectory
 
 
 def learn(

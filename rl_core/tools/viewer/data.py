@@ -16,7 +16,7 @@ import re
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
 TOKEN_IDS = re.compile(rb'"token_ids": \[([^\]]*)\]')
 PREVIEW_CHARS = 120
+RESCORED = "rescored.jsonl.zst"  # The rewards that rl-core rescore wrote.
 NOTES, MAX_NOTE_BYTES = "notes.jsonl", 4000
 # Metrics in the list of runs: the first that one of the patterns names, in this order.
 SUMMARY = {
@@ -103,6 +104,7 @@ class Entry:
     preview: str  # the beginning of its last reply
     parts: dict[str, float]  # Parts of the reward.
     metrics: dict[str, float]
+    rescored: float | None = None  # The reward in RESCORED.
 
 
 def is_run(folder: Path) -> bool:
@@ -142,6 +144,8 @@ class RunFolder:
         self.files: dict[
             str, tuple[int, int]
         ] = {}  # File of rollouts/ that was read -> time and size.
+        self.rescored: dict[str, list[float | None]] = {}  # File of rollouts/ -> rewards.
+        self.rescored_at: float | None = None  # Time of the last change of RESCORED.
         self.metrics_read: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, bytes read
         self.skipped: dict[str, str] = {}  # path below the folder -> why, or how much of it
 
@@ -297,6 +301,7 @@ class RunFolder:
     def read_rollouts(self, files: list[Path], deadline: float = float("inf")) -> bool:
         """Indexes files that are new or have changed. Returns False if time.monotonic() passes the
         deadline first."""
+        self.read_rescored()
         for file in files:
             try:
                 status = file.stat()
@@ -309,6 +314,10 @@ class RunFolder:
             except OSError as error:
                 self.skip(file, error)
                 continue
+            rewards = self.rescored.get(file.name, [])
+            if len(rewards) == len(new_entries):
+                pairs = zip(new_entries, rewards, strict=True)
+                new_entries = [replace(e, rescored=reward) for e, reward in pairs]
             self.skipped.pop(f"rollouts/{file.name}", None)
             if num_bad:
                 self.skip(file, ValueError(f"{num_bad} lines that are not trajectories"))
@@ -322,6 +331,21 @@ class RunFolder:
             if time.monotonic() > deadline:
                 return False
         return True
+
+    def read_rescored(self) -> None:
+        """Reads the rewards of RESCORED if it has changed; all rollouts are then indexed again."""
+        changed = self.changed(RESCORED)
+        if changed == self.rescored_at:
+            return
+        from rl_core.data.tables import read_rewards
+
+        self.rescored_at, self.rescored = changed, {}
+        self.files, self.entries, self.revision = {}, [], self.revision + 1
+        try:
+            rows = read_rewards(self.path / RESCORED) if changed else {}
+            self.rescored = {name: [row["reward"] for row in of] for name, of in rows.items()}
+        except (OSError, ValueError) as error:
+            self.skip(self.path / RESCORED, error)
 
     def read_metrics(self) -> None:
         file = self.path / "metrics.jsonl"

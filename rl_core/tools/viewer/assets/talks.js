@@ -136,6 +136,10 @@ function talkColumns(entries, order) {
     ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => el("span", { title: e.run.name }, e.run.short) }] : []),
     ...(actors.length > 1 || entries.some((e) => e.seat) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
     { name: "reward", of: (e) => e.reward, node: (e) => shaded(el("span", { class: "reward" }, short(e.reward)), e.reward, ...(ranges.get(e.env) ?? [0, 0])) },
+    ...(entries.some((e) => e.rescored !== null) ? [
+      { name: "rescored", title: "reward by rl-core rescore", of: (e) => e.rescored, node: (e) => shaded(el("span", { class: "reward" }, short(e.rescored)), e.rescored, ...(ranges.get(e.env) ?? [0, 0])) },
+      { name: "change", title: "rescored less reward", of: change, node: (e) => shaded(el("span", { class: "reward" }, change(e) > 0 ? "+" : "", short(change(e))), change(e), -spread(e), spread(e)) },
+    ] : []),
     { name: "advantage", title: "reward less the mean of its group", of: (e) => e.advantage, node: (e) => shaded(el("span", { class: "reward" }, e.advantage > 0 ? "+" : "", short(e.advantage)), e.advantage, -spread(e), spread(e)) },
     { name: "status", isLeft: true, of: (e) => e.status, node: (e) => el("span", { class: MARKS[e.status]?.[1], title: e.error }, MARKS[e.status]?.[0] ?? e.status) },
     { name: "turns", of: (e) => e.num_turns }, { name: "tokens", of: (e) => e.num_tokens },
@@ -152,6 +156,7 @@ function talkColumns(entries, order) {
   return { columns: rest.filter(isShown), same: same.flatMap(told) };
 }
 
+const change = (e) => (e.rescored === null || e.reward === null ? null : e.rescored - e.reward);
 const isGrouped = (order) => /^-?step$/.test(order);
 // The row above the episodes of a group; a click shows them next to each other.
 function groupRow(e, n, all, numColumns) {
