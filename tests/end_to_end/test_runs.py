@@ -94,10 +94,12 @@ def assert_same_weights(one, two, **tolerance) -> None:
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_resumed_run_is_the_uninterrupted_run(case, make_flags, tmp_path):
+def test_a_resumed_run_is_the_uninterrupted_run(case, make_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_core.run.saving.checkpoint.FILE_BYTES", 1 << 14)
     flags, full, parts = make_flags(RESUMED[case]), tmp_path / "whole", tmp_path / "parts"
     run(full, flags, "--num_steps 4")
     run(parts, flags, "--num_steps 2")
+    assert len([*parts.glob("checkpoints/*/*/*.safetensors")]) > 2
     run(parts, flags, "--num_steps 4 --resume")
     # An evaluation at the end of the part is none of the whole run.
     stays = [

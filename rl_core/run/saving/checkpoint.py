@@ -11,6 +11,7 @@ checkpoints/step_000010/manifest.json      written last: every file with its siz
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -24,8 +25,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from transformers.core_model_loading import build_glob_alternation
 
 from rl_core.data.pretrained import Tokenizer
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from rl_core.learning.lagged_copy import WeightSnapshot
 
 NAME = re.compile(r"step_[0-9]{6,}")
+FILE_BYTES = 1 << 28
 # Optimizer state that is not saved: a count, and bitsandbytes' tables, equal for all parameters.
 NOT_SAVED = ("step", "qmap1", "qmap2")
 
@@ -188,8 +193,23 @@ def fewer_steps(learner: Learner) -> dict[str, int]:
     return fewer
 
 
+class ShardWriter(dcp.HuggingFaceStorageWriter):
+    """Writes a rank's shards into files of about FILE_BYTES each. torch holds a file in memory
+    twice while it writes it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        files, filled = {}, 0
+        for item in plan.items:
+            assert item.tensor_data
+            data = item.tensor_data
+            files[item.index.fqn] = filled // FILE_BYTES + 1
+            filled += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        storage = plan.storage_data | {"fqn_to_index_mapping": files}
+        return super().write_data(dataclasses.replace(plan, storage_data=storage), planner)
+
+
 def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = ShardWriter(str(folder), save_distributed=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about a single process.
         dcp.save(tensors, storage_writer=writer)
