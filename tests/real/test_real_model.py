@@ -6,15 +6,20 @@ RL_CORE_REAL_MODEL=models/smollm2 python -m pytest -q -n 0 --slow tests/real
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from kit import metrics, run, steps, weights
+from kit import metrics, run, steps, weights, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.data.tables import read_episodes
+from rl_core.tools.cli import main
 
 MODEL = os.environ.get("RL_CORE_REAL_MODEL", "")
 pytestmark = [
@@ -113,3 +118,43 @@ def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(env, trained, tmp
     expected, resumed = weights(trained("adapter")), weights(out)
     assert expected.keys() == resumed.keys()
     assert all(expected[name].equal(resumed[name]) for name in expected)
+
+
+# Prints the memory of a process once the modules are loaded, then at its peak.
+PEAK = """
+import sys
+import transformers
+import rl_core.trainer
+from rl_core.train import main
+
+def held(name):
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status[name].split()[0]) * 1024
+
+before = held("VmRSS")
+assert main(sys.argv[1:]) == 0
+print(before, held("VmHWM"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_the_peak_of_memory_is_what_plan_says(tmp_path, capsys):
+    """Two microbatches of 512 tokens a step; the second step has the optimizer's state."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    known = "river quiet moon small town where people sleep green window letter".split()
+    with open(tmp_path / "rows.jsonl", "w") as file:
+        for seed in range(8):
+            ids = tokenizer(" ".join(random.Random(seed).choices(known, k=400)))["input_ids"]
+            row = {"prompt": f"Say {seed}.", "completion": tokenizer.decode(ids[:86])}
+            file.write(json.dumps(row) + "\n")
+    flags = words(
+        f"--algorithm sft --model {MODEL} --data.train {tmp_path / 'rows.jsonl'} --num_steps 2 "
+        "--tasks_per_step 8 --max_prompt_tokens 64 --max_tokens 128",
+        "--learner.microbatch_tokens 512",
+    )
+    assert main(["plan", "--json", *flags]) == 0
+    planned = json.loads(capsys.readouterr().out)["actors"]["policy"]["bytes_on_one_rank"]
+    command = [sys.executable, "-c", PEAK, *flags, "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, peak = map(int, done.stdout.splitlines()[-1].split())
+    assert peak - before == pytest.approx(planned["sum"]["learn"], rel=0.1)
