@@ -4,7 +4,6 @@ model. Rows of one reply and a label -> samples for KTO."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -15,6 +14,7 @@ from torch.utils.data import ConcatDataset
 from rl_core.data.chat import Chat
 from rl_core.data.images import SIDE_IMAGES
 from rl_core.data.messages import as_context, text_of, with_prefixes
+from rl_core.data.row_forms import LABELS, PAIR
 from rl_core.data.sft_samples import (
     samples_of_messages,
     sft_messages,
@@ -33,13 +33,6 @@ from rl_core.data.task_rows import (
 )
 from rl_core.types import PER_TOKEN, Message, Row, TrainingSample
 
-PAIR = ("chosen", "rejected")
-# Columns that may say which of two replies is better.
-LABELS = re.compile(
-    "^(winner|labels?|choice|annotation|human_annotat|prefer|better|best|safer)|"
-    "_(preference|winner|choice|preferred)$",
-    re.I,
-)
 REPLY_LABELS = ("label", "kto_tag")  # Columns that say if a single reply is good.
 RATED = {"prompt", "response", "helpfulness"}
 

@@ -15,6 +15,13 @@ from rl_core.data.messages import canonical_messages, json_value, shorten, text_
 from rl_core.data.thoughts import leading_thoughts
 from rl_core.types import JSON, JSONObject, Message, Row
 
+PAIR = ("chosen", "rejected")
+# Columns that may say which of two replies is better.
+LABELS = re.compile(
+    "^(winner|labels?|choice|annotation|human_annotat|prefer|better|best|safer)|"
+    "_(preference|winner|choice|preferred)$",
+    re.I,
+)
 HH_TURN = re.compile(r"\n\n(Human|Assistant):")  # hh-rlhf
 HH_REPLIES = ("chosen", "rejected", "response", "completion")
 HELPSTEER_TURN = re.compile(r"\n<extra_id_1>(User|Assistant)\n")

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from rl_core.algorithms import OF_PAIRS
 from rl_core.config import Config
 from rl_core.data.env_names import env_path
-from rl_core.data.rows import check_exists, files_of, source_and_split
+from rl_core.data.row_forms import LABELS, PAIR, read_form
+from rl_core.data.rows import (
+    check_exists,
+    files_of,
+    is_small_json,
+    is_trajectory,
+    read_json,
+    source_and_split,
+)
 from rl_core.data.tasks.eval_sets import held_out
-from rl_core.errors import split
+from rl_core.errors import nearest, split
 from rl_core.run.plan.model_paths import check_local
 
 ROWS = ("train", "eval")  # Splits of --data.
@@ -39,12 +48,29 @@ def check_inputs(config: Config, splits: Collection[str]) -> None:
     for split_name, path in sources:
         for source in split(path):
             check_rows_exist(*source_and_split(source, split_name))
+            if config.algorithm in OF_PAIRS and not config.data.columns:
+                check_pairs(*source_and_split(source, split_name))
 
 
 def check_rows_exist(name: str, split_name: str) -> None:
     files = files_of(name, split_name)
     if files and not any(file.stat().st_size for file in files):
         raise ValueError(f"{name}: the data set is empty; it must have at least one row")
+
+
+def check_pairs(name: str, split_name: str) -> None:
+    """Raises ValueError if the first row of a small JSON file has no replies to prefer."""
+    files = files_of(name, split_name)
+    if not files or not is_small_json(files[0]):
+        return
+    row = next(read_json(files[0]), {})
+    pair = read_form(row, ())
+    is_other = is_trajectory(row) or pair.get("tied") or any(map(LABELS.search, pair))
+    if pair.keys().isdisjoint(PAIR) and not is_other:  # Others have their own errors.
+        raise ValueError(
+            f"row 1 of {files[0]}: it needs a column 'chosen'; {nearest('chosen', pair)}; read "
+            "another by --data.columns chosen=NAME"
+        )
 
 
 def check_folder(out: Path, is_resumed: bool) -> None:
