@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks, barrier
-from rl_core.engines.lease import DeviceLease
-from rl_core.engines.options import engine_factory
+from rl_core.engines.factory import Weights
 from rl_core.environments.options import endpoint_opener
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
@@ -26,6 +26,9 @@ from rl_core.run.plan.plan import Plan
 from rl_core.sampling.actor import Actor, Speaker
 from rl_core.sampling.engine import STALE, Engine
 from rl_core.types import TrainingSample
+
+if TYPE_CHECKING:
+    from rl_core.engines.lease import DeviceLease
 
 
 class Device:
@@ -87,7 +90,7 @@ class ActorRuntime:
     engine: Engine | None = None  # None without RL, or if another rank has the engine.
     adapter: str = ""  # Adapter that the engine applies to its weights.
     speaker: Speaker | None = None  # None if the run learns from rows.
-    shares_weights: bool = False  # True if the engine samples with the learner's tensors.
+    weights: Weights | None = None  # State of the engine's weights; None without an engine.
 
     @asynccontextmanager
     async def learning(self) -> AsyncIterator[Learner]:
@@ -118,7 +121,7 @@ class ActorRuntime:
             return
         assert self.learner is not None
         self.device.release_device()  # The engine allocates memory for its weights now.
-        weights = self.learner.engine_weights(self.shares_weights)
+        weights = self.learner.engine_weights(self.weights is Weights.SHARED)
         if self.engine is None:
             for _ in weights or ():
                 pass
@@ -130,19 +133,21 @@ class ActorRuntime:
 
 def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[str, ActorRuntime]:
     """All actors of a run on this rank. Without RL they have no engines."""
-    config, lease, is_elsewhere = plan.config, None, ranks.rollout_ranks and not ranks.is_engine
+    config, lease = plan.config, None
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
-        maker = engine_factory(config, plan.local, plan.custom.engine)
-        if is_elsewhere:
+        if ranks.rollout_ranks and not ranks.is_engine:
             from rl_core.engines.remote import connect
 
             dtype = compute_dtype(config)
-            names = [*plan.chats, *maker.stale_names]
+            names = [*plan.chats, *(name + STALE for name in plan.engines.lagged)]
             engines |= connect(names, ranks, dtype, config.timeout_s)
         else:
-            engines = maker.make_all(plan.chats, learners, ranks)
-            lease = DeviceLease() if maker.takes_turns else None
+            engines = plan.engines.make_all(plan.chats, learners, ranks)
+            if plan.engines.takes_turns:
+                from rl_core.engines.lease import DeviceLease
+
+                lease = DeviceLease()
         engines |= rank_group_engines(plan, ranks)
     if config.learner.kernels == "liger":
         # Last, because later models would be of Liger's classes, which lack some models' options.
@@ -156,8 +161,8 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         actors[name] = actor
         actor.speaker = plan.endpoints.get(name)
         if name in engines:
-            actor.engine, actor.adapter = engines[name], maker.adapter_of(name)
-            actor.shares_weights = maker.shares_weights(actor.learner)
+            actor.engine, actor.adapter = engines[name], plan.engines.adapter_of(name)
+            actor.weights = plan.engines.weights(name, ranks, actor.learner)
             actor.speaker = make_speaker(
                 config,
                 name,

@@ -166,12 +166,14 @@ def explain_timeouts(phase: str, ranks: Ranks):
 
 def all_gather_json(value: T, ranks: Ranks) -> list[T]:
     """Every rank's value, in the order of ranks. Scalars of numpy and torch become numbers."""
-    if ranks.size == 1:
-        return [value]
+    return [value] if ranks.size == 1 else gather_json(value, ranks.size)
+
+
+def gather_json(value: T, num_ranks: int) -> list[T]:
     data = torch.frombuffer(bytearray(json.dumps(value, default=float).encode()), dtype=torch.uint8)
     # Not all_gather_into_tensor(), which torch 2.13 warns about, nor what replaces it, which 2.11
     # has not.
-    sizes = list(torch.zeros(ranks.size, dtype=torch.int64).split(1))
+    sizes = list(torch.zeros(num_ranks, dtype=torch.int64).split(1))
     dist.all_gather(sizes, torch.tensor([len(data)]))
     padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
     padded[: len(data)] = data

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config, LearnerConfig, LoraConfig
 from rl_core.data.vision_models import load_family
 from rl_core.distributed import Ranks
-from rl_core.engines.options import engine_factory
 from rl_core.errors import split
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
@@ -49,28 +49,21 @@ def make_learners(
     config: Config,
     algorithms: dict[str, Algorithm],
     ranks: Ranks,
+    served: Collection[str] = (),
     custom: CustomComponents | None = None,
 ) -> dict[str, Learner]:
     """Builds the learner of each actor in `algorithms` with the actor's settings. Learners that
-    share a model train one adapter each."""
+    share a model train one adapter each. `served`: Plan.served."""
     learners: dict[str, Learner] = {}
     # Owners first.
     for name in sorted(algorithms, key=lambda name: bool(config.actors[name].lora_base)):
-        owner = learners.get(config.actors[name].lora_base or "")
         learners[name] = make_learner(
-            config.of(name),
-            algorithms[name],
-            name,
-            ranks,
-            shared=owner.policy if owner else None,
-            learners=learners,
-            custom=custom,
+            config.of(name), algorithms[name], name, ranks, learners, served, custom
         )
     models = itertools.chain(*(learner.models() for learner in learners.values()))
     for model in dict.fromkeys(models):
         choose_forward(model, ranks)
-    order = learning_order(config)
-    return {name: learners[name] for name in order if name in learners}
+    return {name: learners[name] for name in learning_order(config) if name in learners}
 
 
 def make_learner(
@@ -78,14 +71,13 @@ def make_learner(
     algorithm: Algorithm,
     name: str,
     ranks: Ranks,
-    shared: Policy | None = None,
-    learners: Mapping[str, Learner] | None = None,
+    learners: Mapping[str, Learner] = MappingProxyType({}),
+    served: Collection[str] = (),
     custom: CustomComponents | None = None,
 ) -> Learner:
     """Builds an actor's learner with a new optimizer and the extensions of its algorithm. A
-    reference and a critic start as the run's initial model. `shared`: the base model of an
-    adapter. `learners`: learners built so far. `custom`: a script's loss, optimizer and
-    engine."""
+    reference and a critic start as the run's initial model. `learners`: those built so far, the
+    owner of a shared model among them. `custom`: a script's loss and optimizer."""
     custom = custom or CustomComponents()
     load = partial(
         make_policy,
@@ -94,20 +86,20 @@ def make_learner(
         attention=config.attention,
         max_image_pixels=config.data.max_image_pixels,
     )
-    policy, adapter = shared, f"of_{name}"
-    if policy is None:
-        adapters, model = adapters_of(config, name), config.actors[name].model
-        assert model
+    actor, adapter = config.actors[name], f"of_{name}"
+    if owner := learners.get(actor.lora_base or ""):
+        policy = owner.policy
+    else:
+        adapters = adapters_of(config, name)
+        adapter = next(iter(adapters), "")
+        assert actor.model
         policy = load(
-            model,
+            actor.model,
             learner=config.learner,
             adapters=adapters,
             is_scoring=algorithm.is_scoring,
-            is_served=bool(
-                adapters and engine_factory(config, engine=custom.engine).adapter_of(name)
-            ),
+            is_served=name in served,
         )
-        adapter = next(iter(adapters), "")
     context = LearnerContext(
         config=config,
         algorithm=algorithm,
@@ -115,7 +107,7 @@ def make_learner(
         policy=policy,
         adapter=adapter,
         ranks=ranks,
-        learners={} if learners is None else learners,
+        learners=learners,
         load=load,
         make_optimizer=custom.make_optimizer or OPTIMIZERS[config.optim.name](),
         token_loss=custom.token_loss,
@@ -178,18 +170,12 @@ def make_policy(
         hf, weights = fsdp.load_on_meta(path, dtype_held, is_scoring)
     else:
         hf = load_hf_model(path, dtype_held, ranks.device, is_scoring, **quantized)
-    # Weights that an engine shares stay on the device.
-    is_shared = not is_split and (not adapters or (is_served and not quantized))
-    leaves_device = learner.offload == "phase" and not is_shared
-    if is_frozen:
-        leaves_device = ranks.device.type == "cuda"
     policy = make(
         hf=hf,
         checkpoint_dtype=checkpoint_dtype,
         compute_dtype=dtype,
         forward_pass=forward_pass,
         activations=activation_context(learner),
-        host_copies=HostCopies(ranks.device, is_constant=is_frozen) if leaves_device else None,
         logprob_kernel=choose_logprob_kernel(ranks.device),
         support_logprobs=support_logprobs,
     )
@@ -205,11 +191,12 @@ def make_policy(
         from rl_core.models.parallel import fsdp
 
         fsdp.shard_policy(policy, dtype, ranks, cpu_offload)
-    if weights:
-        weights_on = torch.device("cpu") if cpu_offload else ranks.device
-        from rl_core.models.parallel import fsdp
-
-        fsdp.load_shards(policy, weights, ranks.device, weights_on)
+        if weights:
+            fsdp.load_shards(policy, weights, ranks.device, "cpu" if cpu_offload else ranks.device)
+    # Weights that an engine shares stay on the device.
+    leaves_device = learner.offload == "phase" and not policy.is_shareable
+    if ranks.device.type == "cuda" if is_frozen else leaves_device:
+        policy.host_copies = HostCopies(ranks.device, is_constant=is_frozen)
     for name, (_, seed) in adapters.items():
         from rl_core.learning import lora
 

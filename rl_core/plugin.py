@@ -4,73 +4,18 @@ calls all plugins in the order of run/options.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from rl_core.actors import ActorRuntime, Device
-    from rl_core.config import Config
-    from rl_core.distributed import Ranks
-    from rl_core.learning.learner import Learner
     from rl_core.metrics import Metric
-    from rl_core.run.plan.plan import Plan
-    from rl_core.run.run_folder import RunLog
-    from rl_core.sampling.actor import Speaker
     from rl_core.sampling.engine import Engine
     from rl_core.sampling.groups import Group
-    from rl_core.sampling.rollout import RolloutWorker
-    from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
+    from rl_core.trainer import Trainer
+    from rl_core.types import JSONObject, TrainingSample, Trajectory
 
-
-class LearnerRank(Protocol):
-    """The attributes of a rank with learners."""
-
-    plan: Plan
-    ranks: Ranks
-    learners: dict[str, Learner]
-    actors: dict[str, ActorRuntime]
-
-
-class RunState(LearnerRank, Protocol):
-    """The attributes and methods of the Trainer that plugins use."""
-
-    config: Config
-    out: Path
-    device: Device
-    worker: RolloutWorker
-    log: RunLog
-    checkpoint: Path | None
-    plugins: list[Plugin]
-    step: int
-    first_step: int
-    position: int
-    pending: list[int]
-    metrics: dict[str, Metric]
-    reduced_flags: dict[str, float]
-    data_state: JSONObject
-    ended_by: str
-    is_interrupted: bool
-    began_at: float
-    phase: str
-    phase_began: float
-    phase_s: dict[str, float]
-
-    @property
-    def speakers(self) -> dict[str, Speaker]: ...
-    @property
-    def signal(self) -> int: ...
-    async def call(self, name: str, *args: object) -> None: ...
-    async def resume(self) -> None: ...
-    def timed(self, phase: str) -> AbstractContextManager[None]: ...
-    def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None: ...
-    def make_group(self, position: int, task: Task) -> Group: ...
-    def draw_groups(self, num_groups: int) -> list[Group]: ...
-    async def collect(self, num_groups: int) -> list[Group]: ...
-    def log_metrics(self) -> dict[str, float]: ...
-    def read_data_state(self) -> JSONObject: ...
-    def end(self, reason: str, is_interrupted: bool = False) -> None: ...
+RunState: TypeAlias = "Trainer"  # Plugins read it, and call its methods.
 
 
 class Plugin:

@@ -55,7 +55,8 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         gc.disable()
         from rl_core.distributed import barrier, close_ranks, explain_timeouts
         from rl_core.learners import is_sharded
-        from rl_core.run.plan.plan import make_plan, num_ranks
+        from rl_core.run.plan.engine import num_ranks
+        from rl_core.run.plan.plan import make_plan
         from rl_core.run.process.joining import init_ranks
         from rl_core.run.run_folder import keeping_failure, locked
         from rl_core.sandbox.run_flags import end_boxes

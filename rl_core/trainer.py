@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,6 +49,9 @@ from rl_core.sampling.options import make_worker
 from rl_core.sampling.rollout import sorted_trajectories
 from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
 
+if TYPE_CHECKING:
+    from rl_core.engines.engine_ranks import EngineRank, RankGroupTrainer
+
 
 class Trainer:
     """A run with its models, on a rank that learns."""
@@ -66,17 +69,15 @@ class Trainer:
             endpoint.ping()
         self.plugins = make_plugins(self)
 
-        checkpoints = self.out / "checkpoints"
         self.checkpoint = None
         if config.resume:
-            from rl_core.run.saving.resume import newest_intact
+            from rl_core.run.saving.resume import load_checkpoint, newest_intact
 
-            self.checkpoint = newest_intact(checkpoints, ranks)
-        self.learners = make_learners(config, plan.local_algorithms, ranks, plan.custom)
+            self.checkpoint = newest_intact(self.out / "checkpoints", ranks)
+        algorithms = plan.local_algorithms
+        self.learners = make_learners(config, algorithms, ranks, plan.served, plan.custom)
         state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
-            from rl_core.run.saving.resume import load_checkpoint
-
             state = load_checkpoint(self.checkpoint, self.learners, True)
         is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
         self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
@@ -319,18 +320,8 @@ class Trainer:
             plugin.after_run()
 
 
-class Run(Protocol):
-    """A run as one rank sees it: a Trainer, or a rank that serves engines to others."""
-
-    ranks: Ranks
-
-    async def fit(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-async def run_to_end(rank: Run) -> None:
-    """Runs the steps and closes everything that the run started. `rank`: a Trainer, an EngineRank
-    or a RankGroupTrainer."""
+async def run_to_end(rank: Trainer | EngineRank | RankGroupTrainer) -> None:
+    """Runs the steps and closes everything that the run started."""
     gc.collect()
     # Rows and modules live as long as the run; looking through them again and again costs tenths of
     # a second.

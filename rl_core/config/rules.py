@@ -12,7 +12,6 @@ from rl_core.config.algorithm import OF_ALGORITHM, OF_REFERENCE
 from rl_core.config.config import Config
 from rl_core.config.data import OF_ENVIRONMENTS
 from rl_core.config.flag_parsing import flags_in
-from rl_core.config.rank_groups import check_ranks
 from rl_core.errors import nearest, nearest_folder, refuse, require
 
 # (True if the rule is broken, message with fields of the rule's arguments). All rules before a rule
@@ -137,7 +136,10 @@ def check_actors(config: Config) -> None:
         refuse(OF_ACTOR, prefix, c=config, name=name, a=actor)
         if actor.lora.quantize == "nf4":
             require("bitsandbytes", "lora.quantize=nf4", "bnb")
-    check_ranks(config)
+    if any(actor.ranks for actor in config.actors.values()):
+        from rl_core.config.rank_groups import check_ranks
+
+        check_ranks(config)
 
 
 def check_envs(config: Config) -> None:

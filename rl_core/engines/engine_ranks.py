@@ -77,7 +77,7 @@ class RankGroupTrainer(ServingRank):
         self.plugins = learner_plugins(self)
         self.checkpointer = Checkpointer(self)
         self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
-        self.learners = make_learners(self.config, plan.local_algorithms, ranks)
+        self.learners = make_learners(self.config, plan.local_algorithms, ranks, plan.served)
         self.checkpoint, state = None, {"step": 0}
         if self.config.resume:
             self.checkpoint = newest_intact(self.out / "checkpoints", ranks)

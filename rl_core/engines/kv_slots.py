@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rl_core.models.logprobs import capped_, logit_change, product
+from rl_core.models.heads import logit_change
+from rl_core.models.kernels.torch_logprobs import capped_, product
 from rl_core.sampling.engine import Sampler
 
 if TYPE_CHECKING:

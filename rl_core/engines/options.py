@@ -71,11 +71,17 @@ def engine_factory(
     for all actors."""
     from rl_core.engines.factory import EngineFactory
 
+    classes = engine_classes(config, engine)
+    return EngineFactory(config, classes, make_sampler, classes if local is None else local)
+
+
+def engine_classes(config: Config, engine: type[Engine] | None = None) -> dict[str, type[Engine]]:
+    """The engine class of each actor with a model."""
     classes: dict[str, type[Engine]] = {}
     for name, actor in config.actors.items():
         if not actor.api:
             classes[name] = engine or engine_class(config.engine, bool(actor.servers))
-    return EngineFactory(config, classes, make_sampler, classes if local is None else local)
+    return classes
 
 
 def engine_class(name: str, has_servers: bool) -> type[Engine]:

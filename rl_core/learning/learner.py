@@ -423,7 +423,7 @@ class Learner:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self.policy.named_weights(self.adapter)
 
-    def engine_weights(self, in_place: bool) -> Iterator[tuple[str, Tensor]] | None:
+    def engine_weights(self, in_place: bool = False) -> Iterator[tuple[str, Tensor]] | None:
         return self.policy.engine_weights(self.adapter, in_place)
 
 

@@ -189,7 +189,7 @@ class AdapterPolicy(Policy):
         return hasattr(self.hf.config, "quantization_config")
 
     @property
-    def can_share_weights(self) -> bool:
+    def is_shareable(self) -> bool:
         """True with a served adapter. A merged one would be slow to apply at every token."""
         return self.is_served and not self.is_quantized and not self.is_sharded
 
@@ -201,7 +201,7 @@ class AdapterPolicy(Policy):
         return merged_weights(self.hf, adapter, dtypes)
 
     def engine_weights(
-        self, adapter: str = "", in_place: bool = True
+        self, adapter: str = "", in_place: bool = False
     ) -> Iterator[tuple[str, Tensor]] | None:
         """The adapter alone, with peft's names, if the engine applies it."""
         if self.is_served:

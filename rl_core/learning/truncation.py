@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from rl_core.learning.learner import LearnerExtension
-from rl_core.models.logprobs import sum_dtype
+from rl_core.models.kernels.torch_logprobs import sum_dtype
 from rl_core.types import PackedBatch, TrainingSample
 
 TILE_BYTES = 64 << 20  # Bytes, in fp32, of the head's rows that are gathered at once.

@@ -28,7 +28,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from rl_core.config import Config
 from rl_core.data.pretrained import from_config, load_pretrained
 from rl_core.models import attention
-from rl_core.models.kernels.fused_norms import fuse_norms
 
 # A classifier is made from a language model: its head is new, and the language model's is left out.
 SCORE_HEAD, LM_HEADS = "score.weight", {"lm_head.weight", "lm_head.bias"}
@@ -156,6 +155,8 @@ def load_hf_model(
         model.config.architectures = [type(model).__name__]
     attention.set_attention(model, attention.NAME)
     if torch.cuda.is_available():
+        from rl_core.models.kernels.fused_norms import fuse_norms
+
         fuse_norms(model)
     return model if "device_map" in options or device is None else model.to(device)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from rl_core.config import LearnerConfig
 from rl_core.distributed import MPS
-from rl_core.models.attention import Kernel
+from rl_core.models.kernels.segments import Kernel
 from rl_core.models.policy import Policy, backbone
 
 # Model types in Llama's layout, for which the CPU decoder and the engine's KV slots are written.

@@ -18,9 +18,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, local, unsharded
-from rl_core.models.attention import AttentionPlan, Kernel
+from rl_core.models.attention import AttentionPlan
 from rl_core.models.cpu_offload import HostCopies
-from rl_core.models.logprobs import fused_logprobs, head_factors, scores_of
+from rl_core.models.heads import head_factors, scores_of
+from rl_core.models.kernels.segments import Kernel
+from rl_core.models.logprobs import fused_logprobs
 from rl_core.models.weight_gathering import DTypes, gathered_weights
 from rl_core.types import PackedBatch
 
@@ -174,7 +176,7 @@ class Policy(nn.Module):
         return not shard.numel() or shard.untyped_storage().nbytes() > 0
 
     @property
-    def can_share_weights(self) -> bool:
+    def is_shareable(self) -> bool:
         """True if an engine in this process can sample from the tensors of the policy."""
         return not self.is_sharded
 
@@ -227,13 +229,12 @@ class Policy(nn.Module):
                 yield name, value.detach()
 
     def engine_weights(
-        self, adapter: str = "", in_place: bool = True
+        self, adapter: str = "", in_place: bool = False
     ) -> Iterator[tuple[str, Tensor]] | None:
-        """The weights that an update sends to the engine, in the compute dtype, or None if the
-        engine samples from the policy's tensors. Every rank must exhaust the iterator."""
-        if in_place and self.can_share_weights:
-            return None
-        return self.named_weights(adapter, self.compute_dtype)
+        """The weights that an update sends to the engine, in the compute dtype; None if `in_place`,
+        because the engine samples from the policy's tensors. Every rank must exhaust the
+        iterator."""
+        return None if in_place else self.named_weights(adapter, self.compute_dtype)
 
     def export_adapter(self, adapter: str, folder: Path, ranks: Ranks) -> None:
         """A folder with the adapter alone, if there is one."""

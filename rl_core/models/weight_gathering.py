@@ -52,8 +52,8 @@ def dtype_of(name: str, value: Tensor, dtypes: DTypes) -> torch.dtype:
 
 def gathered_group(group: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     names, values = zip(*group, strict=True)
-    if len(values) == 1:
-        yield names[0], unsharded(values[0])
+    if len(values) == 1 or not any(isinstance(value, DTensor) for value in values):
+        yield from zip(names, map(unsharded, values), strict=True)
     else:
         yield from zip(names, unsharded_together(values), strict=True)
 

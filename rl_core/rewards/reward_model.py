@@ -123,7 +123,7 @@ class RewardModel:
     ) -> list[float]:
         import torch
 
-        from rl_core.models.logprobs import scores_of
+        from rl_core.models.heads import scores_of
         from rl_core.models.policy import backbone
 
         rows = [torch.tensor(ids, device=self.device) for ids in conversations]

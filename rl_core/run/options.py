@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.engines.options import engine_factory
-
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
     from rl_core.plugin import Plugin, RunState
@@ -76,8 +74,7 @@ def in_kernel() -> bool:
 
 def rollout_plugins(trainer: RunState) -> Iterator[Plugin]:
     config, plan = trainer.config, trainer.plan
-    factory = engine_factory(config, plan.local, plan.custom.engine) if config.is_rl else None
-    if factory and factory.may_lack_weights(trainer.ranks):
+    if config.is_rl and plan.engines.may_lack_weights(trainer.ranks):
         from rl_core.run.weight_recovery import WeightRecovery
 
         yield WeightRecovery(trainer)

@@ -45,7 +45,7 @@ class StalePolicy(Plugin):
         assert trainer.checkpoint is not None
         for name in trainer.learners:
             async with trainer.actors[name].learning() as learner:
-                weights, version = learner.engine_weights(in_place=False), trainer.first_step
+                weights, version = learner.engine_weights(), trainer.first_step
                 file = file_of(trainer.checkpoint, name)
                 if file.is_file():
                     with safe_open(file, framework="pt") as saved:
@@ -56,7 +56,7 @@ class StalePolicy(Plugin):
 
     async def after_sync(self, actor: str, version: int) -> None:
         if version % self.every == 0:
-            weights = self.trainer.learners[actor].engine_weights(in_place=False)
+            weights = self.trainer.learners[actor].engine_weights()
             await self._renew(self.trainer.actors[actor], weights, version)
 
     async def after_rollout(self, step: int, groups: list[Group]) -> None:

@@ -58,7 +58,8 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
         facts_of_env,
         hash_of_rows,
     )
-    from rl_core.run.plan.plan import load_envs, train_tasks
+    from rl_core.run.plan.environments import load_envs
+    from rl_core.run.plan.plan import train_tasks
     from rl_core.run.run_folder import locked
     from rl_core.run.saving.run_files import keep_config, write_tokenizers, write_trajectories
 

@@ -122,7 +122,8 @@ async def evaluate(
     after them."""
     from rl_core.environments.env_file import check_boxes
     from rl_core.run.evaluation.played_by import facts_of_actors, facts_of_env, hash_of_rows
-    from rl_core.run.plan.plan import eval_tasks, load_envs
+    from rl_core.run.plan.environments import load_envs
+    from rl_core.run.plan.plan import eval_tasks
     from rl_core.types import RunError
 
     config, envs = load_envs(config)

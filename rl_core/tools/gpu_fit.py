@@ -124,7 +124,8 @@ def fitting_flags(
 ) -> tuple[Flags, Fit] | None:
     """The first flags of `learners` and ENGINES with which the run fits, and its memory with them;
     None if it fits with none of them."""
-    from rl_core.engines.options import engine_factory
+    from rl_core.engines.checks import check_engines
+    from rl_core.engines.options import engine_classes
 
     for of_learner, of_engine in itertools.product(learners, ENGINES):
         flags = {key.replace("NAME", name): v for key, v in (of_learner | of_engine).items()}
@@ -137,7 +138,7 @@ def fitting_flags(
         try:
             check(config)
             if config.is_rl:
-                engine_factory(config).check(mesh.size, is_planned=True)
+                check_engines(config, engine_classes(config), mesh.size, is_planned=True)
         except ValueError:
             continue
         changed_size = replace(size, adapters=rank * size.adapted)

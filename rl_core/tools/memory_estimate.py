@@ -189,7 +189,7 @@ def engine_bytes(
     and the KV cache: of all episodes in flight or, given the GPU's memory, of which learners hold
     `held` bytes while engines sample, as the engine takes it. Raises ValueError if the weights do
     not fit."""
-    from rl_core.engines.options import engine_factory
+    from rl_core.engines.options import engine_classes
     from rl_core.engines.sglang_cuda import pool_bytes
     from rl_core.models.loading import compute_dtype
     from rl_core.sampling.engine import WeightOwner
@@ -198,7 +198,7 @@ def engine_bytes(
     if config.actors[name].servers:  # They have other GPUs.
         return {}
     fraction = config.actors[name].engine_memory_frac or config.engine_memory_frac
-    owner = engine_factory(config).classes[name].weight_owner
+    owner = engine_classes(config)[name].weight_owner
     has_copy = (
         owner is not WeightOwner.LEARNER or mesh.num_shards > 1 or w != 4 or size.adapters > 0
     )

@@ -148,7 +148,7 @@ def with_model(config: Config, model: str) -> tuple[Config, list[str]]:
     """(the configuration in which `model` plays, the names of the actors that it is). The folder of
     a run is all actors that the run trained, RUN/hf/NAME is NAME, any other model the first that is
     trained."""
-    from rl_core.run.plan.plan import choose_engine
+    from rl_core.run.plan.engine import choose_engine
 
     config = choose_engine(config, 1)
     folder, names = Path(model), config.trained[:1]

@@ -109,7 +109,8 @@ def replay(
     from rl_core.distributed import close_ranks
     from rl_core.learners import is_sharded
     from rl_core.run.display.terminal import quiet
-    from rl_core.run.plan.plan import load_envs, plan_learning
+    from rl_core.run.plan.environments import load_envs
+    from rl_core.run.plan.plan import plan_learning
     from rl_core.run.process.joining import init_ranks
 
     config, other = read_flags(run, flags)

@@ -128,7 +128,7 @@ def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed
     from rl_core.environments.env_hooks import execute_file, make_hooks, marked_rewards
     from rl_core.errors import nearest
     from rl_core.run.display.terminal import quiet
-    from rl_core.run.plan.plan import load_envs
+    from rl_core.run.plan.environments import load_envs
     from rl_core.tools.model_player import config_to_play
 
     quiet()
@@ -166,7 +166,7 @@ def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed
 async def speakers(changed: Changed) -> AsyncIterator[Mapping[str, Speaker]]:
     """The actors that hooks get. Those that are not trained have engines if a reward names
     `actors`."""
-    from rl_core.run.plan.plan import choose_engine
+    from rl_core.run.plan.engine import choose_engine
     from rl_core.tools.model_player import player
     from rl_core.tools.stored_episodes import AbsentActor
 

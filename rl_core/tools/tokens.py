@@ -82,7 +82,8 @@ class RowReports:
         from rl_core.config import parse_config
         from rl_core.data.tasks.sft_dataset import SFTDataset
         from rl_core.run.display.terminal import quiet
-        from rl_core.run.plan.plan import load_envs, make_chats
+        from rl_core.run.plan.environments import load_envs
+        from rl_core.run.plan.plan import make_chats
 
         quiet()
         (folder / NO_ENV).write_text(REWARD)

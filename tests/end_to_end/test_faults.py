@@ -197,7 +197,7 @@ os._exit(0)  # The heartbeat's thread may be in C++.
 """
 CONNECTING = """
 import time
-from rl_core.run.process.joining import connecting
+from rl_core.run.process.meeting import connecting
 with connecting(0, None, 0.5):
     time.sleep(30)
 """

@@ -126,7 +126,7 @@ def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
 
 # Besides actors.py: code that the lease enters, code called inside of it, and a tool without engines.
 MAY_ENTER = {
-    "factory.py",  # For a server that died, before it takes the rest of the device.
+    "server_spec.py",  # For a server that died, before it takes the rest of the device.
     "learner.py",
     "checkpoint.py",
     "kl.py",

@@ -22,7 +22,7 @@ from rl_core.data.chat import Chat
 from rl_core.engines.grammars import Grammars, masked_logits
 from rl_core.engines.hf_sampling import choose_sampler
 from rl_core.engines.kv_slots import SlotModel, bytes_per_token, device_memory, sample_tokens
-from rl_core.models.logprobs import logit_change
+from rl_core.models.heads import logit_change
 from rl_core.sampling.actor import Actor
 from rl_core.types import SamplingParams
 

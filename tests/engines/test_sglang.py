@@ -36,7 +36,8 @@ from rl_core.engines.sglang_images import hash_of, read_image_data, tensors_of
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
 from rl_core.learning.lora import adapter_weights, is_served
 from rl_core.metrics import Sum
-from rl_core.run.plan.plan import choose_engine, make_plan
+from rl_core.run.plan.engine import choose_engine
+from rl_core.run.plan.plan import make_plan
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.sampling.engine import Engine, EngineDied, ServerSpec
 from rl_core.train import main

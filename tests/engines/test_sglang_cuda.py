@@ -46,7 +46,7 @@ from rl_core.engines.sglang_server import (
 )
 from rl_core.engines.weight_transfer import described_transfer
 from rl_core.learning.optimizers import missing_state_bytes
-from rl_core.run.plan.plan import choose_engine
+from rl_core.run.plan.engine import choose_engine
 from rl_core.sampling.engine import EngineSpec, ServerSpec
 from rl_core.types import SamplingParams
 

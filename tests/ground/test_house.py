@@ -31,7 +31,7 @@ train tools
 # Room -> higher rooms whose classes its annotations may name, imported under `if TYPE_CHECKING`.
 TYPES_FROM_ABOVE = {
     "distributed": ("run",),
-    "plugin": ("learning", "run", "run.plan", "actors"),
+    "plugin": ("trainer",),
     "engines": ("run", "run.plan", "actors"),
     "run": ("run.plan", "actors", "engines.engine_ranks"),
 }

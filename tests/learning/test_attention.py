@@ -26,9 +26,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from rl_core.models.attention import AttentionPlan, Kernel, attention_forward
+from rl_core.models.attention import AttentionPlan, attention_forward
 from rl_core.models.kernels import cpu_attention, gpu_attention
 from rl_core.models.kernels.gpu_attention import TORCH, find_kernel, import_error
+from rl_core.models.kernels.segments import Kernel
 from rl_core.models.parallel.context_parallel import RingPlan
 
 SIZES = (1, 2, 4)

@@ -34,8 +34,8 @@ from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.moe import sent
 from rl_core.learning.options import OPTIMIZERS
-from rl_core.models import logprobs
 from rl_core.models.attention import NAME
+from rl_core.models.kernels import torch_logprobs
 from rl_core.models.kernels.cpu_attention import DENSE
 from rl_core.models.policy import PackedForward, Policy
 from rl_core.run.evaluation.evaluation import loss_of_rows
@@ -251,7 +251,7 @@ class OnMps(TorchDispatchMode):
 
 @pytest.fixture
 def meta_is_mps(monkeypatch):
-    for module in (distributed, logprobs):
+    for module in (distributed, torch_logprobs):
         monkeypatch.setattr(module, "MPS", "meta")
 
 

@@ -30,9 +30,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from rl_core.engines.kv_slots import logits_of
+from rl_core.models import heads
 from rl_core.models import logprobs as fused
+from rl_core.models.heads import logit_change
+from rl_core.models.kernels import torch_logprobs
 from rl_core.models.kernels.cpu_attention import DENSE
-from rl_core.models.logprobs import fused_logprobs, logit_change
+from rl_core.models.logprobs import fused_logprobs
 from rl_core.models.policy import PackedForward, Policy
 
 needs_triton = pytest.mark.skipif(
@@ -254,7 +257,9 @@ def test_peak_memory_is_bounded_at_the_sizes_of_real_models(
     hidden = torch.empty(num_tokens, width, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(num_ids, width, dtype=dtype, device="meta", requires_grad=True)
     labels = torch.empty(num_tokens, dtype=torch.long, device="meta")
-    monkeypatch.setattr(fused, "sums_in_fp32", lambda b: device != "cpu" and b.itemsize == 2)
+    monkeypatch.setattr(
+        torch_logprobs, "sums_in_fp32", lambda b: device != "cpu" and b.itemsize == 2
+    )
     # The gradient of the hidden states is summed in fp32.
     sums = 4 * num_tokens * width if dtype == torch.bfloat16 else 0
     with PeakBytes(hidden, weight, labels) as memory:
@@ -484,7 +489,7 @@ def test_a_heads_bias_scale_and_cap_are_what_the_family_applies(kind):
     out = hf(input_ids=ids, output_hidden_states=True)
     hidden = out.hidden_states[-1].detach()
     torch.testing.assert_close(logits_of(hf, hidden), out.logits)
-    hidden, weight, temperature, cap = fused.head_factors(hf, hidden[0, :-1], 1.0)
+    hidden, weight, temperature, cap = heads.head_factors(hf, hidden[0, :-1], 1.0)
     got = fused_logprobs(hidden, weight, ids[0, 1:], temperature, cap)[0]
     torch.testing.assert_close(got, out.logits[0].log_softmax(-1)[range(8), ids[0, 1:]])
 
@@ -496,7 +501,7 @@ def test_a_family_with_a_scale_and_a_cap_has_both():
     torch.manual_seed(0)
     head, hidden, labels = torch.nn.Linear(16, 32, bias=False), torch.randn(8, 16), torch.arange(8)
     hf = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
-    factors = fused.head_factors(hf, hidden, 0.7)
+    factors = heads.head_factors(hf, hidden, 0.7)
     got = fused_logprobs(*factors[:2], labels, *factors[2:])[0]
     logits = 0.3 * torch.tanh(0.6 * head(hidden) / 0.3) / 0.7
     torch.testing.assert_close(got, logits.log_softmax(-1)[range(8), labels])
@@ -507,7 +512,7 @@ NOT_CAUSAL = {"diffusion_gemma", "t5gemma2"}
 
 
 def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_key():
-    keys = [*(key for key, _ in fused.LOGIT_SCALES), *fused.LOGIT_CAPS]
+    keys = [*(key for key, _ in heads.LOGIT_SCALES), *heads.LOGIT_CAPS]
     read = set()
     for family, names in [*CAUSAL.items(), *MULTIMODAL.items()]:
         name = names if isinstance(names, str) else names[0]
@@ -521,11 +526,11 @@ def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_k
                 divides = re.search(rf"/ [\w.]*\b{key}\b", code)
                 read.add((family, key, -1 if divides else 1))
     known = set()
-    for (key, power), families in fused.LOGIT_SCALES.items():
+    for (key, power), families in heads.LOGIT_SCALES.items():
         known |= {(family, key, power) for family in families.split()}
-    for key, families in fused.LOGIT_CAPS.items():
+    for key, families in heads.LOGIT_CAPS.items():
         known |= {(family, key, 0) for family in families.split()}
-    caps = set(fused.LOGIT_CAPS)
+    caps = set(heads.LOGIT_CAPS)
     read = {(family, key, 0 if key in caps else power) for family, key, power in read}
     named = {family for family, *_ in known}
     here = {row for row in known if row[0] in {*CAUSAL, *MULTIMODAL}}
@@ -575,7 +580,7 @@ def test_logits_of_engine_and_learner_are_one_product_of_bf16_factors_in_fp32(ki
     assert torch.dist(logits, logits.bfloat16(), torch.inf) > 4e-3  # what rounding would do
     close = {"rtol": 0, "atol": 1e-4, "check_dtype": False}
     torch.testing.assert_close(logits_of(hf, hidden), logits, **close)
-    *factors, temperature, cap = fused.head_factors(hf, hidden, 0.7)
+    *factors, temperature, cap = heads.head_factors(hf, hidden, 0.7)
     expected = (logits / 0.7).log_softmax(-1)[range(9), labels]
     torch.testing.assert_close(
         fused_logprobs(*factors, labels, temperature, cap)[0], expected, **close
@@ -602,10 +607,10 @@ def test_a_bias_of_scores_is_added():
     hf = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
     hf.score = torch.nn.Linear(64, 1, bias=True, dtype=torch.bfloat16)
     hidden = torch.randn(9, 64, dtype=torch.bfloat16)
-    before = fused.scores_of(hf, hidden)
+    before = heads.scores_of(hf, hidden)
     with torch.no_grad():
         hf.score.bias += 3.0
-    torch.testing.assert_close(fused.scores_of(hf, hidden), before + 3.0, rtol=0, atol=0.02)
+    torch.testing.assert_close(heads.scores_of(hf, hidden), before + 3.0, rtol=0, atol=0.02)
 
 
 @pytest.mark.slow

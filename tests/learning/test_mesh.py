@@ -39,7 +39,7 @@ from rl_core.models.device import check_device, device_of_rank
 from rl_core.models.parallel import replicas
 from rl_core.models.parallel.replicas import num_replicas
 from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
-from rl_core.run.process.joining import check_gpus_differ
+from rl_core.run.process.meeting import check_gpus_differ
 from rl_core.run.saving import checkpoint
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint

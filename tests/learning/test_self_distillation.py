@@ -24,7 +24,7 @@ from rl_core.config import parse_config
 from rl_core.data.chat import load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
-from rl_core.run.plan.plan import load_envs
+from rl_core.run.plan.environments import load_envs
 from rl_core.sampling.teacher_prompts import ask, prompt_ids
 from rl_core.types import Completion, Task, Trajectory, Turn
 

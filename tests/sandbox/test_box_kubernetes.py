@@ -25,7 +25,7 @@ from kit import wait_until
 from rl_core.config import parse_config
 from rl_core.environments.agents import forward
 from rl_core.environments.service.server import worker_command
-from rl_core.run.plan.plan import configure_boxes
+from rl_core.run.plan.environments import configure_boxes
 from rl_core.sandbox import box_kubernetes, box_remote, boxes, tunnel
 from rl_core.tools.serve import read_flags
 

@@ -13,7 +13,8 @@ from kit import ROOT
 from transformers import AutoConfig
 
 from rl_core.config import parse_config
-from rl_core.run.plan.plan import load_envs, make_chats, naming_turns
+from rl_core.run.plan.environments import load_envs, naming_turns
+from rl_core.run.plan.plan import make_chats
 from rl_core.tools.envs import main
 
 AGENT = """

@@ -315,7 +315,8 @@ def test_a_step_that_is_replayed_with_new_rewards_gives_the_weights_of_a_run_tha
 def weights_after(out, rewards) -> dict:
     """The weights after step 1 with other rewards, by the functions of rl-core replay."""
     from rl_core.distributed import close_ranks
-    from rl_core.run.plan.plan import load_envs, plan_learning
+    from rl_core.run.plan.environments import load_envs
+    from rl_core.run.plan.plan import plan_learning
     from rl_core.run.process.joining import init_ranks
 
     config, _ = replay.read_flags(out, [])

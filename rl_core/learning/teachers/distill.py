@@ -26,7 +26,8 @@ from rl_core.learning.teachers.divergence import (
     make_form,
 )
 from rl_core.metrics import Metric, add_metrics
-from rl_core.models.logprobs import VocabularySplit, head_factors
+from rl_core.models.heads import head_factors
+from rl_core.models.logprobs import VocabularySplit
 from rl_core.models.policy import Outputs, Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_core.models.kernels.torch_logprobs import scaled_logits, sum_dtype
 from rl_core.models.logprobs import (
     CPU_TILE_BYTES,
     CUDA_TILE_BYTES,
     VocabularySplit,
-    scaled_logits,
     slices,
-    sum_dtype,
     tile_shape,
     tiled_gradients,
 )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from rl_core.models.attention import Kernel, Segments
+from rl_core.models.kernels.segments import Kernel, Segments
 
 # Cost of a block, and of copying a token to a block and back, in (query, key) pairs of the forward
 # and backward.

@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rl_core.models.attention import Kernel, Segments
 from rl_core.models.kernels.cpu_attention import dense_backward, dense_forward
+from rl_core.models.kernels.segments import Kernel, Segments
 
 
 def find_kernel(name: str, device: torch.device) -> Kernel:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_core.models.logprobs import merged_stats
+from rl_core.models.kernels.torch_logprobs import merged_stats
 
 TILE_BYTES = 256 << 20  # Bytes of one fp32 tile of the gradient.
 KEPT_BYTES = 1 << 30

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_core.models.attention import AttentionPlan, Kernel, Segments
+from rl_core.models.attention import AttentionPlan
+from rl_core.models.kernels.segments import Kernel, Segments
 from rl_core.models.policy import Outputs, PackedForward, Policy
 from rl_core.types import PackedBatch
 

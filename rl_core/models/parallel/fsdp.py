@@ -80,7 +80,7 @@ def load_shards(
     policy: Policy,
     weights: dict[str, Tensor | FusedWeight],
     device: torch.device,
-    weights_on: torch.device,
+    weights_on: torch.device | str,
 ) -> None:
     """Copies the weights, adapters excepted, to `weights_on`. A rank reads only the slices of its
     shards."""

@@ -25,8 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
+from rl_core.models.kernels.torch_logprobs import merged_stats
 from rl_core.models.loading import on_meta
-from rl_core.models.logprobs import fused_logprobs, merged_stats
+from rl_core.models.logprobs import fused_logprobs
 from rl_core.models.policy import Policy
 
 # Style of weights that are replicated, while a rank's gradient covers only its heads.

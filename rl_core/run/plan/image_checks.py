@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_core.config import Config
 from rl_core.config.algorithm import SELF, is_url
 from rl_core.data.vision_models import load_family
-from rl_core.engines.options import engine_factory
+from rl_core.engines.options import engine_classes
 from rl_core.plugin import CustomComponents
 from rl_core.types import InputImage
 
@@ -18,7 +18,7 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
     made = custom and custom.engine
     if config.is_rl and (made or config.engine != "auto"):  # Tools that do not sample choose none.
-        engine = engine_factory(config, engine=made).classes[name]
+        engine = engine_classes(config, made)[name]
         if not engine.sees:
             return f"{engine.__name__} takes no images; take --engine embedded"
         family = load_family(str(config.actors[name].model), config.data.max_image_pixels)

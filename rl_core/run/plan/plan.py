@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rl_core import sandbox
 from rl_core.algorithms import Algorithm, make_algorithm
-from rl_core.config import MAX_TOP_K, Config, CriticConfig, EnvConfig, SamplingConfig
-from rl_core.config.rules import check, check_algorithm
+from rl_core.config import Config, CriticConfig, SamplingConfig
+from rl_core.config.rules import check_algorithm
 from rl_core.data.chat import Chat
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.data.tasks.row_lengths import check_run
@@ -28,14 +25,14 @@ from rl_core.data.tasks.sources import (
     train_tasks,
 )
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
-from rl_core.engines.options import auto_engine, engine_factory
+from rl_core.engines.options import engine_factory
 from rl_core.environments import env_file
-from rl_core.models.device import this_device
 from rl_core.models.parallel.replicas import num_replicas
 from rl_core.plugin import CustomComponents
 from rl_core.run.display.terminal import quiet
-from rl_core.run.plan.model_checks import checked_chat, num_positions
-from rl_core.run.plan.option_rules import check_options
+from rl_core.run.plan.engine import choose_engine, num_ranks, rank_groups_of
+from rl_core.run.plan.environments import load_envs, naming_turns
+from rl_core.run.plan.model_checks import checked_chat
 from rl_core.run.plan.path_checks import check_folder
 from rl_core.run.saving.run_files import check_resumed
 from rl_core.sampling.env import Env
@@ -43,8 +40,8 @@ from rl_core.sampling.env import Env
 if TYPE_CHECKING:
     from rl_core.data.tasks.sft_dataset import SFTDataset
     from rl_core.engines.api import ApiActor
+    from rl_core.engines.factory import EngineFactory
     from rl_core.engines.rank_groups import RankGroup
-    from rl_core.sampling.engine import Engine
 
 
 @dataclass(kw_only=True)
@@ -82,6 +79,16 @@ class Plan:
         """True if dynamic sampling may draw the rows of --num_epochs in fewer steps."""
         is_dynamic = any(a.dynamic_sampling_rounds for a in self.algorithms.values())
         return is_dynamic and self.num_tasks is not None
+
+    @cached_property
+    def engines(self) -> EngineFactory:
+        """Makes the engines of this rank."""
+        return engine_factory(self.config, self.local, self.custom.engine)
+
+    @property
+    def served(self) -> list[str]:
+        """Actors of this rank whose adapters engines apply to the model's weights."""
+        return list(filter(self.engines.adapter_of, self.local)) if self.config.is_rl else []
 
     @property
     def local_algorithms(self) -> dict[str, Algorithm]:
@@ -166,85 +173,6 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     )
 
 
-def rank_groups_of(config: Config, num_ranks: int) -> list[RankGroup]:
-    """All ranks with their actors; none if no actor has separate ranks (--actors.NAME.ranks)."""
-    if not any(actor.ranks for actor in config.actors.values()):
-        return []
-    from rl_core.engines.rank_groups import make_rank_groups
-
-    return make_rank_groups(config, num_ranks)
-
-
-def num_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def load_envs(
-    config: Config, modules: Mapping[str, ModuleType] | None = None
-) -> tuple[Config, dict[str, Env]]:
-    """(the configuration with --max_turns filled in, environments by the names of their files). The
-    flags' limits hold, then a file's own. `modules`: instead of files."""
-    configure_boxes(config)
-    envs, sections = {}, {}
-    for name, path in config.env_paths.items():
-        module, section = (modules or {}).get(name), config.env(name)
-        if module is None and "://" in path:
-            from rl_core.environments.service.served_module import load_served
-
-            module = load_served(path)
-        env = env_file.load_env(
-            path,
-            hook_timeout_s=config.rollout.hook_timeout_s,
-            max_turns=section.max_turns or config.max_turns,
-            fitting_turns=partial(fitting_turns, config, section),
-            module=module,
-            agents=config.agents,
-        )
-        envs[name], sections[name] = env, replace(section, max_turns=env.max_turns)
-    if envs:
-        config = replace(config, max_turns=max(env.max_turns for env in envs.values()))
-        if len(envs) > 1:
-            config = replace(config, envs=sections)
-        with naming_turns(envs):
-            check(config)
-    env_file.check_environments(config, envs)
-    return config, envs
-
-
-def configure_boxes(config: Config) -> None:
-    """Applies --sandbox.* to the boxes of this rank."""
-    flags = vars(config.sandbox) | {"rank": int(os.environ.get("RANK", 0))}
-    num_sampling = config.rollout_ranks or num_ranks()
-    flags["max_boxes"] = config.sandbox.max_boxes // num_sampling
-    if config.out:
-        flags["run_file"] = str(config.folder.resolve() / "boxes")
-    sandbox.configure(**flags)
-
-
-def fitting_turns(config: Config, section: EnvConfig) -> int:
-    """Number of turns of a program's episode that fit a microbatch and the models' positions, at
-    least 1."""
-    room = config.learner.microbatch_tokens * config.cp
-    for name in config.trained:
-        room = min(room, num_positions(config.actors[name].model) or room)
-    max_tokens = max(config.max_tokens, section.max_tokens or 0)
-    return max(1, (room - config.max_prompt_tokens) // max_tokens)
-
-
-@contextmanager
-def naming_turns(envs: dict[str, Env]) -> Iterator[None]:
-    """Adds the source of --max_turns to errors that name this flag."""
-    try:
-        yield
-    except ValueError as error:
-        if "--max_turns=" not in str(error) or not envs:
-            raise
-        longest = max(envs.values(), key=lambda env: env.max_turns)
-        raise ValueError(
-            f"{error}; --max_turns={longest.max_turns} is {longest.turns_from}"
-        ) from None
-
-
 def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     """The preset with the parts that were set, and those that advantage_fn and older weights ask
     for."""
@@ -263,47 +191,6 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
         # Weights each token by how likely the newer policy makes it.
         algorithm = replace(algorithm, importance_correction="tis")
     return algorithm
-
-
-def choose_engine(
-    config: Config, num_ranks: int, is_planned: bool = False, engine: type[Engine] | None = None
-) -> Config:
-    """The configuration with the engine that --engine auto stands for, and with a top_k for
-    training samples that need one. Raises ValueError if the engine cannot run here or, for a plan,
-    on any machine."""
-    if config.engine == "auto" and engine is None:
-        name, reason = auto_engine(config)
-        if reason and config.is_rl and not int(os.environ.get("RANK", 0)):
-            print(f"--engine auto: {name}, because {reason}", file=sys.stderr)
-        config = replace(config, engine=name)
-    if not is_planned and config.device != "auto":
-        this_device(config.device)
-    check_options(config)
-    if config.is_rl:
-        config = with_top_k(config)
-        rank_groups = rank_groups_of(config, num_ranks)
-        engine_factory(config, engine=engine).check(num_ranks, is_planned, rank_groups)
-    return config
-
-
-def with_top_k(config: Config) -> Config:
-    """The configuration with the largest top_k for trained actors that set only top_p or min_p, or
-    that reply in a JSON schema, because each sampled token is stored with the ids that it was drawn
-    from."""
-    actors = {}
-    for name in config.trained:
-        actor, sampling = config.actors[name], config.of(name).sampling
-        if config.limits_ids(name) and not sampling.top_k:
-            actors[name] = replace(actor, sampling=actor.sampling | {"top_k": MAX_TOP_K})
-    is_enforced = config.agents.response_format == "enforce"
-    limits = "top_p, min_p and JSON schemas" if is_enforced else "top_p and min_p"
-    if actors and not int(os.environ.get("RANK", 0)):
-        print(
-            f"{', '.join(actors)}: {limits} choose among the {MAX_TOP_K:,} likeliest ids, "
-            "because each token is stored with the ids that it was drawn from (--sampling.top_k)",
-            flush=True,
-        )
-    return replace(config, actors=config.actors | actors)
 
 
 def make_chats(

@@ -23,7 +23,8 @@ from rl_core.data.messages import shorten
 from rl_core.data.tasks.prompt_hook import MadePrompts
 from rl_core.distributed import Ranks
 from rl_core.learning.teachers.build_teacher import frozen_models
-from rl_core.run.plan.plan import Plan, num_ranks
+from rl_core.run.plan.engine import num_ranks
+from rl_core.run.plan.plan import Plan
 from rl_core.run.run_folder import make_folder
 from rl_core.types import JSON, RunError
 

@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rl_core.data.rows import write_whole
 from rl_core.errors import counted
 from rl_core.metrics import Max, Metric
-from rl_core.plugin import LearnerRank, Plugin, RunState
+from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.checkpoint import (
     export_policy,
@@ -25,6 +26,9 @@ from rl_core.run.saving.checkpoint import (
     trained_learners,
 )
 from rl_core.types import JSONObject, RunError
+
+if TYPE_CHECKING:
+    from rl_core.engines.engine_ranks import RankGroupTrainer
 
 # Names of sets and actors before a metric. A component of the reward keeps its greedy_reward/.
 ROOM = r"^eval/(?:(?!greedy_|sampled_)[^/]+/)*(?=.)"
@@ -192,7 +196,7 @@ async def export(trainer: RunState, folder: Path) -> None:
     await trainer.call("export", folder)
 
 
-async def export_local(trainer: LearnerRank, folder: Path) -> None:
+async def export_local(trainer: RunState | RankGroupTrainer, folder: Path) -> None:
     """Exports the models of this rank's learners."""
     for name in trainer.learners:
         async with trainer.actors[name].learning() as learner:
