@@ -83,8 +83,7 @@ REFUSED = {
         "{dir}/choosen.jsonl": "row 1 of {dir}/choosen.jsonl: it needs a column 'chosen'; "
         "did you mean 'choosen'?; read another by --data.columns chosen=NAME",
         "--algorithm dpo --data.train "
-        "{dir}/equal.jsonl": "row 1 of {dir}/equal.jsonl: 'chosen' and 'rejected' have ... "
-        "remove this row",
+        "{dir}/equal.jsonl": "has no pair with a preference: all have equal replies",
         "--algorithm kto": "row 1 of {dir}/pairs.jsonl: it needs a column 'label' ... or train "
         "pairs by --algorithm dpo",
         "--algorithm kto --data.train {dir}/unlabelled.jsonl": "row 1 of {dir}/unlabelled.jsonl: it "
@@ -395,7 +394,7 @@ FLAGS = [
     # Missing flags.
     ([], "--model m --env_path x.py", "--out is missing"),
     ([], "--out x --env_path x.py", "--model is missing: a folder or hub name"),
-    ([], "--out x --resume", "again, or type rl-core train --config x/config.yaml --resume"),
+    ([], "--out x --resume", "--out x: there is no run to resume; to start one, name a model"),
     ([], "--out x --model m", "--env_path is missing"),
     # a flag of another algorithm
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
