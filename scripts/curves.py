@@ -28,7 +28,7 @@ from make_tiny_model import make_tiny_model
 from script_tools import ROOT, make_parser, read_metrics, run, write_json, write_rows
 
 from rl_core.config import RolloutConfig
-from rl_core.data.images import with_images
+from rl_core.data.image_columns import with_images
 from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.actor import Actor

@@ -12,8 +12,8 @@ import numpy as np
 from torch.utils.data import ConcatDataset
 
 from rl_core.data.chat import Chat
-from rl_core.data.images import SIDE_IMAGES
-from rl_core.data.messages import as_context, text_of, with_prefixes
+from rl_core.data.image_parts import SIDE_IMAGES
+from rl_core.data.messages import as_context, text_of
 from rl_core.data.row_forms import LABELS, PAIR
 from rl_core.data.sft_samples import (
     samples_of_messages,
@@ -21,6 +21,7 @@ from rl_core.data.sft_samples import (
     sft_samples,
     shared_length,
     trained_messages,
+    with_prefixes,
 )
 from rl_core.data.task_rows import (
     column_messages,

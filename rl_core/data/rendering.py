@@ -4,14 +4,10 @@ them, and each marker must appear in the rendering."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rl_core.types import JSON, JSONObject, Message
-
-if TYPE_CHECKING:
-    from jinja2.nodes import Name, Node
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 PROBE = "\ufdd1"
@@ -22,9 +18,6 @@ MARKER = re.compile(r"q7x[0-9]+z|[0-9]{7}")
 TEMPLATE_KEYS = ("functions", "function_calls", "tools")
 # Shapes of conversations that a ShapeCheck remembers.
 MAX_SHAPES = 100_000
-# Variables of a template that apply_chat_template() sets.
-ARGUMENTS = ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now")
-GENERATION_TAG = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # TRL's training templates
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,34 +179,6 @@ def shape_of_message(message: Message) -> tuple:
             kind = tuple(shape_of_value(call["function"]["arguments"], 2) for call in value)
         kinds.append((key, kind))
     return tuple(kinds)
-
-
-def template_variables(template: str, special_tokens: Collection[str]) -> list[str]:
-    """Variables that a chat template reads before it sets them, without those that are always
-    given. `special_tokens`: names of the tokenizer's, such as bos_token."""
-    # Imported with the first tokenizer, not with the command line.
-    from jinja2 import Environment, meta
-
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
-        GENERATION_TAG.sub("", template)
-    )
-    # jinja2 counts variables that are set in one branch; their first use here sets them.
-    is_read: dict[str, bool] = {}
-    for name in names_in_order(tree):
-        is_read.setdefault(name.name, name.ctx == "load")
-    unset = meta.find_undeclared_variables(tree) - {*ARGUMENTS, *special_tokens}
-    return sorted(name for name in unset if is_read[name])
-
-
-def names_in_order(node: Node) -> Iterator[Name]:
-    """The names in a template, in the order in which they are read and set."""
-    from jinja2.nodes import Name
-
-    first = ("iter", "node")  # The values of loops and assignments.
-    for child in (*node.iter_child_nodes(only=first), *node.iter_child_nodes(exclude=first)):
-        if isinstance(child, Name):
-            yield child
-        yield from names_in_order(child)
 
 
 def is_filled_text(value: object) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rl_core.data.messages import canonical_messages, json_value, shorten, text_of
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.messages import json_value, shorten, text_of
 from rl_core.data.thoughts import leading_thoughts
 from rl_core.types import JSON, JSONObject, Message, Row
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from rl_core.data.chat import Chat, TokenStream, fingerprint, text_after, text_of, unmarked
-from rl_core.data.messages import as_context, shorten, with_prefixes
+from rl_core.data.chat import Chat, fingerprint, unmarked
+from rl_core.data.messages import as_context, shorten, text_of
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
@@ -29,6 +29,7 @@ from rl_core.data.task_rows import (
     with_opening,
 )
 from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
+from rl_core.data.token_stream import TokenStream, text_after
 from rl_core.types import Completion, InputImage, Message, Row, TrainingSample, Turn
 
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.
@@ -420,3 +421,26 @@ def shared_length(a: Sequence, b: Sequence) -> int:
             break
         length += 1
     return length
+
+
+def with_prefixes(messages: list[Message]) -> list[Message]:
+    """The conversation with each assistant's message of "prefix": True and the reply that continues
+    it as one message, whose "prefix" is the text that is not trained. Raises ValueError if no reply
+    continues such a message."""
+    joined: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        begun = joined[-1] if joined else {}
+        if begun.get("prefix") is True and message["role"] == "assistant":
+            prefix, is_begun = text_of(begun), message.get("prefix") is True
+            content = prefix + text_of(message)
+            joined[-1] = {**message, "content": content, "prefix": is_begun or prefix}
+        else:
+            joined.append(message)
+        is_last = number == len(messages) or messages[number]["role"] != "assistant"
+        if is_last and joined[-1].get("prefix") is True and message["role"] == "assistant":
+            raise ValueError(
+                f"message {number} is to be continued, by its prefix or partial or the column "
+                "continue_final_message, and no reply continues it; give the reply as the next "
+                "message of the assistant, or remove the key"
+            )
+    return joined

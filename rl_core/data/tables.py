@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
-from rl_core.data.messages import without_nulls
 from rl_core.data.rows import (
     CHECKED_ROWS,
     JSON_FILES,
@@ -301,3 +300,13 @@ def read_rewards(file: Path) -> dict[str, list[Row]]:
             raise ValueError(f"row {number} of {file}: no reward that rl-core rescore wrote")
         by_file.setdefault(row["file"], []).append(row)
     return by_file
+
+
+def without_nulls(value: JSON) -> JSON:
+    """A copy without the keys that are None, at any depth. In a table every object of a column has
+    the keys of all others, with None for its missing ones."""
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(v) for v in value]
+    return value

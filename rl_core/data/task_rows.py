@@ -12,25 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from rl_core.data.images import (
-    IMAGE_COLUMNS,
-    place_images,
-    row_images,
-    with_images,
-    without_pixels,
-)
-from rl_core.data.messages import (
-    MEDIA_KEYS,
-    NOT_READ,
-    as_context,
-    canonical_messages,
-    canonical_tools,
-    json_value,
-    messages_in_text,
-    shorten,
-    text_of,
-)
-from rl_core.data.row_forms import conversation_in, read_form
+from rl_core.data.canonical_messages import canonical_messages, canonical_tools, is_plain
+from rl_core.data.image_parts import have_images, without_pixels
+from rl_core.data.messages import MEDIA_KEYS, NOT_READ, as_context, json_value, shorten, text_of
 from rl_core.data.rows import data_folder, row_place, row_source
 from rl_core.errors import nearest
 from rl_core.types import JSON, JSONObject, Message, Row, Task, counter_seed
@@ -88,7 +72,23 @@ def make_task(
 def read_row(row: Row, notes: list[str] | None = None, folder: Path | None = None) -> Row:
     """The row in the form that SFT, RL and pairs read; see read_form(). Its images, whose paths
     begin in `folder`, are data: URLs."""
-    return read_form(with_images(row, folder), PROMPT_COLUMNS, notes)
+    return in_form(with_loaded_images(row, folder), notes)
+
+
+def with_loaded_images(row: Row, folder: Path | None) -> Row:
+    if any("image" in column or have_images(value) for column, value in row.items()):
+        from rl_core.data.image_columns import with_images
+
+        return with_images(row, folder)
+    return row
+
+
+def in_form(row: Row, notes: list[str] | None = None) -> Row:
+    if is_plain(row.get("messages")) and not row.get("tools"):
+        return row
+    from rl_core.data.row_forms import read_form
+
+    return read_form(row, PROMPT_COLUMNS, notes)
 
 
 def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
@@ -132,8 +132,19 @@ def with_begun(row: Row, messages: list[Message]) -> list[Message]:
 def with_opening(
     row: Row, messages: list[Message], notes: list[str] | None = None
 ) -> list[Message]:
+    """The messages with the opening and the images of a row's other columns; see opened()."""
+    is_alone = row.keys().isdisjoint((*MEDIA_KEYS, *SYSTEM_COLUMNS, "history"))
+    if is_alone and not any("image" in column for column in row):
+        return messages
+    return opened(row, messages, notes)
+
+
+def opened(row: Row, messages: list[Message], notes: list[str] | None) -> list[Message]:
     """The messages behind those of a row's columns `system` or `system_prompt` and `history`, with
     the images of its columns. Raises ValueError for two system messages that differ."""
+    from rl_core.data.image_columns import place_images, row_images
+    from rl_core.data.image_parts import IMAGE_COLUMNS
+
     if urls := row_images(row):
         messages = place_images(messages, urls)
     media = [column for column in MEDIA_KEYS if column in row and column not in IMAGE_COLUMNS]
@@ -210,9 +221,13 @@ def row_chat(chat: Chat, row: Row) -> Chat:
     """The chat with a row's `chat_template_kwargs`. Raises ValueError if its template does not read
     them."""
     variables = row_variables(row)
+    if not variables:
+        return chat
+    from rl_core.data.template_variables import check_variables
+
     name = "chat_template_kwargs"
     fix = f": remove it, or ignore the column by --data.columns my_{name}={name}"
-    chat.check_variables(variables, f"column {name!r}", fix)
+    check_variables(chat.tokenizer, variables, f"column {name!r}", fix)
     return chat.with_variables(variables)
 
 
@@ -286,6 +301,20 @@ def column_messages(
             f"it needs a column {column!r}; {nearest(column, row)}; read another by "
             f"--data.columns {column}=NAME"
         )
+    value = row[column]
+    if not is_plain(value):
+        value = messages_in_column(row, column, role, notes)
+    try:
+        return canonical_messages(value, notes)
+    except ValueError as error:
+        raise ValueError(f"column {column!r}: {error}") from None
+
+
+def messages_in_column(row: Row, column: str, role: str, notes: list[str] | None) -> JSON:
+    """The messages in a text or another form of a conversation; any other value unchanged."""
+    from rl_core.data.message_forms import messages_in_text
+    from rl_core.data.row_forms import conversation_in
+
     value = conversation_in(row[column], role)
     if isinstance(value, str):
         value = messages_in_text(value)
@@ -302,12 +331,8 @@ def column_messages(
         if rest:
             value = f"{value}\n\n{rest}"
         value = {"role": role, "content": value}
-    if isinstance(value, dict):  # one message, as ShareGPT's pairs have it
-        value = [value]
-    try:
-        return canonical_messages(value, notes)
-    except ValueError as error:
-        raise ValueError(f"column {column!r}: {error}") from None
+    # One message, as ShareGPT's pairs have it, is a conversation.
+    return [value] if isinstance(value, dict) else value
 
 
 def row_tools(row: Row, notes: list[str] | None = None) -> list[JSONObject] | None:

@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Sequence
 
-from rl_core.data.chat import Chat, text_after, unmarked
+from rl_core.data.chat import Chat, unmarked
 from rl_core.data.messages import without_prefix
 from rl_core.data.sft_samples import rendered_turn, said_text, shared_length, split_end
 from rl_core.data.thoughts import leading_thoughts, thought_spans
+from rl_core.data.token_stream import text_after
 from rl_core.json_limits import check_value
 from rl_core.types import JSON, Completion, JSONObject, Message
 
@@ -417,7 +418,7 @@ class ToolCalls:
         template): the sampled text if the template renders it unchanged, else the calls."""
         chat = self.chat
         before, prefix = without_prefix(before)
-        as_said = chat.assistant_message(prefix + text)
+        as_said = chat.template.assistant_message(prefix + text)
         try:
             messages = [*before, as_said, *after]
             # Some templates leave out a tool's result that follows no call.
@@ -426,7 +427,9 @@ class ToolCalls:
                 return text, as_said
         except ValueError:
             pass
-        called = chat.assistant_message(reply["content"]) | {"tool_calls": reply["tool_calls"]}
+        called = chat.template.assistant_message(reply["content"]) | {
+            "tool_calls": reply["tool_calls"]
+        }
         try:
             return said_text(chat, prompt, [*before, called], tools)[0], called
         except ValueError:  # The template renders another prompt, so a new stream begins.

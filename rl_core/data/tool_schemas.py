@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from rl_core.data.messages import json_value, shorten
 from rl_core.types import JSON, JSONObject
 
 JSON_TYPES = {
@@ -109,3 +110,56 @@ def schema_of_type(node: ast.expr) -> JSONObject:
         return {"type": kind, "additionalProperties": schemas[-1]}
     union = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return union if name == "Union" else {"type": kind, "items": union}
+
+
+def read_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObject] | None:
+    """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}},
+    with_schema(); None for an empty list. Raises ValueError for another value."""
+    source = tools
+    if isinstance(tools, str):
+        tools = json_value(tools) if tools.strip() else None
+    if tools is None or (isinstance(tools, (list, tuple)) and not tools):
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise ValueError(
+            f"must be a list of JSON schemas, or such a list as JSON text; is {shorten(source)}"
+        )
+    read = []
+    for number, tool in enumerate(tools, 1):
+        tool = json_value(tool) if isinstance(tool, str) else tool
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and function is None and isinstance(tool.get("name"), str):
+            rest = {k: v for k, v in tool.items() if k != "type" or v != "function"}
+            tool, function = {"type": "function", "function": rest}, rest
+            if notes is not None:
+                notes.append(f"tool {number}: wrapped as a function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                "must be a list of JSON schemas, or such a list as JSON text; tool "
+                f"{number} is not a function with a name: {shorten(tool)}"
+            )
+        written = without_null_keys(parsed_parameters(function, number))
+        if written != function and notes is not None:
+            notes.append(f"tool {number}: keys that are null left out")
+        completed = tool | {"function": with_schema(written)}
+        if completed["function"] != written and notes is not None:
+            notes.append(f"tool {number}: parameters completed to a JSON schema")
+        read.append(completed)
+    return read
+
+
+def parsed_parameters(function: JSONObject, number: int) -> JSONObject:
+    """The function with an object for parameters, and for properties, that are JSON text, as tables
+    hold objects of different keys."""
+    parameters = function.get("parameters")
+    if isinstance(parameters, str):
+        parameters = json_value(parameters) if parameters.strip() else None
+    if isinstance(parameters, dict) and isinstance(properties := parameters.get("properties"), str):
+        parameters = parameters | {"properties": json_value(properties)}
+    inner = parameters.get("properties") if isinstance(parameters, dict) else parameters
+    if isinstance(inner, str):
+        raise ValueError(
+            f"tool {number}: parameters must be a JSON schema, or its JSON text; are "
+            f"{shorten(function['parameters'])}"
+        )
+    return function | {"parameters": parameters} if "parameters" in function else function

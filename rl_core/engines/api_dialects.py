@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rl_core.data.images import has_image
+from rl_core.data.image_parts import has_image
 from rl_core.data.messages import text_of, with_text_arguments
 from rl_core.types import JSON, JSONObject, Message, SamplingParams
 

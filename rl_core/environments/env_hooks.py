@@ -6,30 +6,21 @@ TurnLoop, in which actors take turns, and hooks answer and score. Nobody above a
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import hashlib
-import importlib.util
 import inspect
-import re
-import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rl_core.data.env_names import env_path
-from rl_core.data.rows import JSON_FILES, TABLES, check_exists, suffix_of
-from rl_core.data.task_rows import shorten
+from rl_core.data.messages import shorten
+from rl_core.environments.file_hash import hash_of
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import TurnLoop, checked, is_list
 from rl_core.sampling.hooks import Hook, describe_error, refuse_none
 from rl_core.sampling.reward_parts import finite
-from rl_core.sampling.watchdog import MODULE_PREFIX
 from rl_core.sandbox import run_flags
 from rl_core.types import Row, RunError, Task, Trajectory
 
@@ -82,6 +73,11 @@ def make_env(
     else:
         longest = 8 if hooks.keys() & {"interact", "rollout"} else 1
         turns_from = f"the default of {path}"
+    check_machine = None
+    if run_flags.is_imported or "box" in has:
+        from rl_core.environments.machine_check import machine_check
+
+        check_machine = machine_check(has)
     turn_loop = TurnLoop(
         path=path,
         hooks=hooks,
@@ -105,36 +101,9 @@ def make_env(
         max_turns=longest,
         turns_from=turns_from,
         tools=turn_loop.tools,
-        check_machine=machine_check(has),
+        check_machine=check_machine,
         code=module.heard_code if "://" in path else partial(str, hash_of(module)),
     )
-
-
-def machine_check(has: dict[str, object]) -> Callable[[], object] | None:
-    """A check for the boxes that a file uses: by `box`, by an import of `boxes`, or by an import of
-    a function whose module has that import. Also for its sandboxes, if their programs run in remote
-    boxes or this is not Linux."""
-    if not run_flags.is_imported and "box" not in has:
-        return None
-    from rl_core.sandbox import boxes
-    from rl_core.sandbox.sandbox import Sandbox
-
-    sandboxes = [value for value in has.values() if isinstance(value, Sandbox)]
-    is_linux = sys.platform == "linux"
-    checks: list[Callable[[], object]] = [
-        each.check for each in sandboxes if each.driver or not is_linux
-    ]
-    box = has.get("box")
-    modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
-    if box or any(module.get("boxes") is boxes for module in modules):
-        from rl_core.environments.agents.harbor import TaskBoxes
-
-        options = box if isinstance(box, dict) else {}
-        drivers = [value.driver for value in has.values() if isinstance(value, TaskBoxes)]
-        driver = options.get("driver", "") or "".join(drivers[:1])
-        image = options.get("image", "")
-        checks.append(partial(boxes.check_machine, driver, image, has_agent=bool(box)))
-    return (lambda: [check() for check in checks]) if checks else None
 
 
 async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:
@@ -171,103 +140,6 @@ def make_hooks(
             batched=batched,
         )
     return hooks
-
-
-def hash_of(module: ModuleType) -> str:
-    """The first 12 hex digits of the SHA-256 of the file and of all files in its folder that it
-    imports, also in functions; "" for a module without a file."""
-    file = Path(getattr(module, "__file__", None) or "")
-    if not file.is_file():
-        return ""
-    contents, pending = {}, [file]
-    while pending:
-        if (each := pending.pop()) not in contents:
-            contents[each] = each.read_bytes()
-            pending += imported_files(each, contents[each], file.parent)
-    texts = [contents.pop(file), *(text for _, text in sorted(contents.items()))]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
-
-
-def imported_files(file: Path, text: bytes, folder: Path) -> list[Path]:
-    """Files in `folder` that a file imports."""
-    files = []
-    with suppress(SyntaxError, ValueError, IndexError):  # A lazily imported file may be broken.
-        for node in ast.walk(ast.parse(text)):
-            start, names = folder, []
-            if isinstance(node, ast.Import):
-                names = [each.name for each in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                start = file.parents[node.level - 1] if node.level else folder
-                names = [f"{node.module or ''}.{each.name}".lstrip(".") for each in node.names]
-            for name in names:
-                path = start
-                for module in name.split("."):
-                    path /= module
-                    files += [path.with_suffix(".py"), path / "__init__.py"]
-    return [each for each in files if each.is_file()]
-
-
-def execute_file(path: str) -> ModuleType:
-    path = env_path(path)
-    file = Path(path).expanduser()
-    check_exists(file)
-    if suffix_of(file) in (*JSON_FILES, *TABLES, ".zst"):
-        raise ValueError(
-            f"{path} holds rows and is not an environment, which is a Python file; see the rows by "
-            f"rl-core tokens --model MODEL --data.train {path}, or try them in an environment by "
-            f"rl-core check ENV.py --data.train {path}"
-        )
-    name = MODULE_PREFIX + file.stem
-    spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    module.__file__ = str(file.resolve())
-    sys.modules[name] = module  # dataclasses and pickle look up classes there.
-    # Files in the same folder can be imported, as in a script. The folder comes last, so that it
-    # hides no library.
-    folder = str(file.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        # compile() gets the path as the user wrote it, since errors show it.
-        code = compile(file.read_bytes(), path, "exec")
-        exec(code, module.__dict__)
-    except (Exception, SystemExit) as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            hint = f"; {install_command(error.name or '')}, or drop the import"
-        raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
-    names = names_in(code)
-    if "_exit" in names and "fork" not in names:
-        raise ValueError(
-            f"{path}: os._exit() in a hook would end the whole run, half-done and with the status "
-            "of a success; raise an error instead"
-        )
-    return module
-
-
-def names_in(code: CodeType) -> set[str]:
-    """Names and attributes that the code uses, with the code of its functions."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= names_in(constant)
-    return names
-
-
-def install_command(module: str) -> str:
-    """The command that installs the library of a module: the first extra of rl_core that has it."""
-    wanted = re.sub(r"[-_.]+", "-", module.partition(".")[0]).lower()
-    try:
-        required = metadata.requires("rl_core") or []
-    except metadata.PackageNotFoundError:  # A checkout that is not installed.
-        required = []
-    for line in required:
-        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
-        library = re.match(r"[\w.-]+", line)
-        if extra and library and re.sub(r"[-_.]+", "-", library[0]).lower() == wanted:
-            return f"pip install -e '.[{extra[1]}]'"
-    return "pip install it"
 
 
 def marked_rewards(module: ModuleType) -> dict[str, tuple[Callable, float, bool]]:

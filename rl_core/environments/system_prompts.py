@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError, meta
 from jinja2.sandbox import SandboxedEnvironment
 
-from rl_core.data.messages import canonical_tools
+from rl_core.data.canonical_messages import canonical_tools
 from rl_core.types import JSONObject, Task
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 from zlib import crc32
 
+from rl_core.data.canonical_messages import canonical_tools
 from rl_core.data.chat import Chat
-from rl_core.data.messages import canonical_tools
 from rl_core.errors import nearest
 from rl_core.sampling.conversation import (
     SAMPLING_FLAGS,
@@ -189,7 +189,9 @@ class Actor:
             sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         messages, tools = as_messages(messages), canonical_tools(tools)
         if self.chat is not None and self.chat.least_tokens(messages) < self.max_context_tokens:
-            await self.chat.prepare(messages, tools)
+            from rl_core.data.chat_threads import prepare
+
+            await prepare(self.chat, messages, tools)
         # A hash, because the order of concurrent calls may depend on timing.
         prompt_hash = f"{crc32(json.dumps([messages, tools], default=str).encode()):08x}"
         replies = []

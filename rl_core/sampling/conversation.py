@@ -10,9 +10,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, cast
 
-from rl_core.data.chat import Chat, TokenStream
-from rl_core.data.messages import canonical_messages, shorten, without_prefix
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.chat import Chat
+from rl_core.data.messages import shorten, without_prefix
 from rl_core.data.thoughts import unclosed_mark, without_thoughts
+from rl_core.data.token_stream import TokenStream
 from rl_core.sampling.engine import Engine
 from rl_core.sampling.reward_parts import NOT_APPLIED, env_metrics, reward_values
 from rl_core.types import (

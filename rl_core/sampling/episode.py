@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
+from rl_core.data.canonical_messages import canonical_messages
 from rl_core.data.episodes import baseline_groups
-from rl_core.data.messages import (
-    canonical_messages,
-    shorten,
-    with_text_arguments,
-    without_prefix,
-)
+from rl_core.data.messages import shorten, with_text_arguments, without_prefix
 from rl_core.data.task_rows import row_tools
 from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rl_core.config import RolloutConfig
 from rl_core.data.episodes import succeeded
-from rl_core.data.images import set_images
+from rl_core.data.image_parts import set_images
 from rl_core.data.task_rows import row_variables
 from rl_core.sampling.actor import EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied

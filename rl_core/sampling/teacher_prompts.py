@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import cast
 
 from rl_core.config import Config
+from rl_core.data.canonical_messages import canonical_messages
 from rl_core.data.chat import Chat
 from rl_core.data.episodes import succeeded
-from rl_core.data.images import images_of
-from rl_core.data.messages import canonical_messages, shorten
+from rl_core.data.image_parts import images_of
+from rl_core.data.messages import shorten
 from rl_core.data.task_rows import row_variables
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.env import Env
@@ -140,7 +141,7 @@ def prompt_ids(
         history = []
         for message in t.messages[replies[0] : index]:
             if message["role"] == "assistant" and not message.get("tool_calls"):
-                message = chat.assistant_message(message.get("content") or "")
+                message = chat.template.assistant_message(message.get("content") or "")
             history.append(message)
         prompts.append(chat.prompt_ids([*messages, *history], tools))
     return prompts

@@ -66,7 +66,8 @@ def check(path: str, options: argparse.Namespace) -> JSONObject:
     from rl_core.data.chat import load_chat
     from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import plain_chat
-    from rl_core.environments.env_file import check_actors, check_boxes, load_env, speakers
+    from rl_core.environments.env_file import load_env
+    from rl_core.environments.run_checks import check_actors, check_boxes, speakers
     from rl_core.sampling.watchdog import run_hooks
     from rl_core.sandbox import boxes
     from rl_core.sandbox.remote_driver import box_flags
@@ -235,7 +236,7 @@ def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     from rl_core.data.task_rows import TaskSource
     from rl_core.data.tasks.prompt_hook import MadePrompts
     from rl_core.data.tasks.sources import load_other
-    from rl_core.environments.env_file import check_columns
+    from rl_core.environments.row_columns import check_columns
 
     if not options.rows and not env.load_tasks:
         raise ValueError(
@@ -379,11 +380,13 @@ def describe_tokens(chat: Chat, trajectories: list[Trajectory]) -> list[str]:
 
 def marked_lines(chat: Chat, sample: TrainingSample) -> list[str]:
     """Lines of text; trained ones begin with `>`. A line also ends where the mask changes."""
+    from rl_core.tools.shown_text import shown_text
+
     token_ids, loss_mask = list(sample.token_ids), list(sample.loss_mask)
     lines, start = [], 0
     for end in range(1, len(token_ids) + 1):
         if end == len(token_ids) or loss_mask[end] != loss_mask[start]:
-            text = chat.shown_text(token_ids[start:end], sample.images)
+            text = shown_text(chat, token_ids[start:end], sample.images)
             sign = ">" if loss_mask[start] else "|"
             lines += [f"{sign} {short(line)}" for line in text.rstrip("\n").split("\n")]
             start = end

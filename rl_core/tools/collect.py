@@ -51,7 +51,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     """Plays the tasks that OUT/rollouts lacks. Raises ValueError if those there were played with
     other flags, weights, environments or rows."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
-    from rl_core.environments.env_file import check_boxes
+    from rl_core.environments.run_checks import check_boxes
     from rl_core.run.evaluation.played_by import (
         PlayedBy,
         facts_of_actors,
@@ -112,7 +112,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
 
 def write_messages(file: Path, trajectories: list[Trajectory]) -> None:
     """Rows of plain SFT: an endpoint's tokens are unknown."""
-    from rl_core.data.images import with_stored_images
+    from rl_core.data.image_parts import with_stored_images
     from rl_core.data.rows import write_whole
 
     rows = ({"messages": t.messages, "reward": t.reward} for t in trajectories)

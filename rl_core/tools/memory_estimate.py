@@ -310,7 +310,7 @@ def facts(plan: Plan) -> JSONObject:
     columns = {}
     for name, source in sources.items():
         use = column_use(config, source, plan.envs.get(source.env))
-        columns[name] = {"prompt": use.prompt, "label": use.label, "unread": use.unread}
+        columns[name] = asdict(use.named)
     return {
         "train_rows": num_rows or "streamed",
         "eval_rows": sum(map(len, plan.eval.values())),

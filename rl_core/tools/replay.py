@@ -284,7 +284,7 @@ def set_rewards(parts: dict[Path, list[Trajectory]], rewards: Path) -> None:
 
 def trajectory_of(row: JSONObject, folder: Path) -> Trajectory:
     """The trajectory of a line of rollouts/, which is in `folder`."""
-    from rl_core.data.images import load_images, set_images
+    from rl_core.data.image_parts import load_images, set_images
     from rl_core.types import Completion, Trajectory, Turn
 
     turns = []

@@ -125,7 +125,8 @@ def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed
 
     from rl_core.config.rank_groups import without_ranks
     from rl_core.data.env_names import env_path
-    from rl_core.environments.env_hooks import execute_file, make_hooks, marked_rewards
+    from rl_core.environments.env_file import execute_file
+    from rl_core.environments.env_hooks import make_hooks, marked_rewards
     from rl_core.errors import nearest
     from rl_core.run.display.terminal import quiet
     from rl_core.run.plan.environments import load_envs

@@ -182,6 +182,8 @@ def marked_text(
     chat: Chat, ids: list[int], mask: list[int], images: Sequence[InputImage] = ()
 ) -> str:
     """The tokens' text, with the trained text between « and »."""
+    from rl_core.tools.shown_text import shown_text
+
     spans: list[tuple[int, list[int]]] = []
     for token, trained in zip(ids, mask, strict=True):
         if not spans or spans[-1][0] != trained:
@@ -189,6 +191,6 @@ def marked_text(
         spans[-1][1].append(token)
     pieces = []
     for trained, tokens in spans:
-        piece = chat.shown_text(tokens, images)
+        piece = shown_text(chat, tokens, images)
         pieces.append(f"«{piece}»" if trained else piece)
     return "".join(pieces)

@@ -12,7 +12,8 @@ from kit import run as train
 from kit import steps
 from stage import cast, run
 
-from rl_core.environments.env_file import check_columns, load_env
+from rl_core.environments.env_file import load_env
+from rl_core.environments.row_columns import check_columns
 from rl_core.sampling.engine import EngineDied
 
 # A client of the standard library, for commands: openai's takes a second to import.

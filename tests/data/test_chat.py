@@ -11,10 +11,13 @@ import pytest
 from kit import prompts_of
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat, TokenStream, load_chat, unmarked
+from rl_core.data.chat import LONG_CHARS, Chat, load_chat, unmarked
+from rl_core.data.chat_threads import prepare
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.sft_samples import sft_samples, sft_turns, shared_length
 from rl_core.data.task_rows import TaskSource
+from rl_core.data.template_variables import check_variables
+from rl_core.data.token_stream import TokenStream
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.data.warnings.column_use import column_use
 from rl_core.engines.scripted import plain_chat
@@ -86,7 +89,7 @@ def reference_ids(chat, messages):
         "chat_template": chat.chat_template,
         "add_generation_prompt": True,
         "return_dict": False,
-        **chat.variables,
+        **chat.template.variables,
     }
     return chat.tokenizer.apply_chat_template(messages, **options)
 
@@ -192,7 +195,7 @@ def test_a_reply_continues_a_last_message_as_in_transformers(path):
     reply, more = "is 42", {"role": "user", "content": "think"}
     ids = chat.tokenizer.encode(reply, add_special_tokens=False)
     is_kept = stream.append(ids, reply, [more])
-    assert stream.messages == [asked[0], chat.assistant_message("the answer is 42"), more]
+    assert stream.messages == [asked[0], chat.template.assistant_message("the answer is 42"), more]
     assert is_kept == (path.stem not in DROP_THOUGHTS)
 
 
@@ -376,7 +379,7 @@ def test_no_space_creeps_in_where_a_tokenizer_puts_one_before_a_text():
 def test_bytes_of_tokens_join_to_the_bytes_of_the_text(make, text):
     chat = Chat(make(), "{{ messages[0].content }}")
     ids = chat.encode(text, continues=True)
-    assert b"".join(chat.token_bytes(token) for token in ids) == text.encode()
+    assert b"".join(chat.facts.token_bytes(token) for token in ids) == text.encode()
 
 
 def composing_tokenizer():
@@ -406,12 +409,13 @@ def test_the_lower_bound_of_tokens_is_one(make):
     rng = random.Random(0)
     texts = [longest * 50, "  \n" * 99, "é🙂" * 50, "x" * 999, "<think>x</think> y"]
     texts.append("u\u0308\u0304" * 400)
-    for text in (*texts, *("".join(rng.choices(texts, k=3)) for _ in range(20))):
-        messages = [user(text), user("and this")]
+    for text in (*texts, *("".join(rng.choices(texts, k=3)) for _ in range(5))):
+        # Shorter messages are encoded without a bound.
+        messages = [user(text * (1 + LONG_CHARS // len(text))), user("and this")]
         assert chat.least_tokens(messages) <= len(chat.prompt_ids(messages)), text
-    assert chat.least_tokens([user("x")] * 50) == 50
-    assert chat.least_tokens([user("x" * 10_000)]) > 100
-    assert plain_chat().least_tokens([user("x" * 10_000)]) == 10_000
+    assert chat.least_tokens([user("x")] * LONG_CHARS) == LONG_CHARS
+    assert chat.least_tokens([user("x" * 20_000)]) > 100
+    assert plain_chat().least_tokens([user("x" * 20_000)]) == 20_000
 
 
 async def test_a_long_text_is_encoded_in_a_thread_as_in_the_event_loop():
@@ -426,7 +430,7 @@ async def test_a_long_text_is_encoded_in_a_thread_as_in_the_event_loop():
         return num, await task
 
     chat, other = (Chat(make_tokenizer(), template) for _ in range(2))
-    num, _ = await ticks(chat.prepare(long, None))
+    num, _ = await ticks(prepare(chat, long, None))
     stream, expected = TokenStream(chat, long), TokenStream(other, long)
     assert stream.prompt_ids == expected.prompt_ids
     more, _ = await ticks(stream.append_soon([7], "", long))
@@ -852,7 +856,7 @@ def test_a_template_gets_its_own_variables_and_an_unknown_one_is_refused():
     with pytest.raises(
         ValueError, match="does not read 'enable_thinkin'; did you mean 'enable_thinking'"
     ):
-        chat.check_variables({"enable_thinkin": False}, "--chat_template_kwargs")
+        check_variables(chat.tokenizer, {"enable_thinkin": False}, "--chat_template_kwargs")
 
 
 # Keys of smoltalk2's `chat_template_kwargs`; which of them are empty differs by row.

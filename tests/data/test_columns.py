@@ -124,7 +124,7 @@ OTHER_FORMS = {
 def test_columns_of_other_forms_are_those_of_the_file(name):
     algorithm, row, *expected = OTHER_FORMS[name]
     use = column_use(Config(algorithm=algorithm, tasks_per_step=1), source_of([row]), None)
-    columns = (sorted(use.prompt), sorted(use.label), use.unread)
+    columns = (sorted(use.named.prompt), sorted(use.named.label), use.named.unread)
     assert columns == tuple(map(str.split, expected))
 
 
@@ -138,9 +138,9 @@ def test_images_of_a_row_belong_to_its_prompt(algorithm, column, env):
         row = {"messages": [{"role": "user", "content": content}, TALK[1]]}
     config = Config(algorithm=algorithm, tasks_per_step=1)
     use = column_use(config, source_of([row]), env if algorithm == "grpo" else None)
-    assert use.prompt == [name for name in row if name != "response"]
+    assert use.named.prompt == [name for name in row if name != "response"]
     replies = ["messages"] if column == "messages" else ["response"]
-    assert use.label == (replies if algorithm == "sft" else [])
+    assert use.named.label == (replies if algorithm == "sft" else [])
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,9 @@ def test_rows_as_published_keep_their_instructions(name, algorithm, env):
         replies = [column for column in label.split() if column not in prompt.split()]
         label = "answer" if "answer" in row else ""
         unread = " ".join(column for column in row if column in replies + unread.split())
-    assert (use.prompt, use.label, use.unread) == tuple(map(str.split, (prompt, label, unread)))
+    assert (use.named.prompt, use.named.label, use.named.unread) == tuple(
+        map(str.split, (prompt, label, unread))
+    )
     lines = [line for line in warnings_of(config, env, source, source) if "column " in line]
     if is_rl and "conversations" in row:
         warned = "conversations"
@@ -556,8 +558,8 @@ def test_a_nested_column_is_named_with_its_path(env):
     config = Config(algorithm="grpo", tasks_per_step=1)
     config.data.columns = columns
     use = column_use(config, source_of(RenamedColumns([VERL], columns), files=[("x", 1)]), env)
-    assert (use.prompt, use.label) == (["prompt"], ["answer=reward_model.ground_truth"])
-    assert use.unread == ["ability"]
+    assert (use.named.prompt, use.named.label) == (["prompt"], ["answer=reward_model.ground_truth"])
+    assert use.named.unread == ["ability"]
 
 
 def test_rows_of_load_tasks_are_renamed_as_those_of_a_file_are(tmp_path):

@@ -14,17 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.image_columns import loaded_column, with_images
 from rl_core.data.image_families import PixelCache
-from rl_core.data.images import (
-    decoded_image,
-    image_of,
-    images_of,
-    is_picture,
-    loaded_column,
-    read_image,
-    with_images,
-)
-from rl_core.data.messages import canonical_messages
+from rl_core.data.image_parts import images_of, is_picture
+from rl_core.data.images import decoded_image, image_of, read_image
 from rl_core.data.preference_pairs import pair_messages
 from rl_core.data.rows import load_rows
 from rl_core.data.sft_samples import sft_messages

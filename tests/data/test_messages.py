@@ -28,8 +28,8 @@ from test_chat import (
 )
 
 from rl_core.config import RolloutConfig, parse_config
+from rl_core.data.canonical_messages import canonical_messages, canonical_tools
 from rl_core.data.chat import Chat
-from rl_core.data.messages import canonical_messages, canonical_tools
 from rl_core.data.preference_pairs import reply_pair, scored_pair
 from rl_core.data.rows import load_rows
 from rl_core.data.sft_samples import sft_messages, sft_samples

@@ -51,7 +51,7 @@ def answer_text(chat, messages, index):
     the generation prompt."""
 
     def text(**kwargs):
-        wrapped = [chat._in_form(m) for m in messages[: index + 1]]
+        wrapped = [chat.template.in_form(m) for m in messages[: index + 1]]
         return chat.tokenizer.apply_chat_template(
             wrapped, chat_template=chat.chat_template, tokenize=False, **kwargs
         )

@@ -22,10 +22,11 @@ from test_chat import (
     without_space,
 )
 
-from rl_core.data.chat import Chat, TokenStream
+from rl_core.data.chat import Chat
 from rl_core.data.messages import with_text_arguments
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.sft_samples import sft_turns, trained_messages
+from rl_core.data.token_stream import TokenStream
 from rl_core.data.tool_calls import ToolCalls
 
 FILES = {path.stem: path.read_text() for path in TEMPLATES}

@@ -36,13 +36,15 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from rl_core.config import parse_config
-from rl_core.data.chat import Chat, TokenStream, load_chat
-from rl_core.data.images import read_image, with_images
-from rl_core.data.messages import canonical_messages
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.chat import Chat, load_chat
+from rl_core.data.image_columns import with_images
+from rl_core.data.images import read_image
 from rl_core.data.preference_pairs import scored_pair
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.tables import read_episodes
 from rl_core.data.task_rows import prompt_messages
+from rl_core.data.token_stream import TokenStream
 from rl_core.data.vision_models import load_family
 from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
 from rl_core.models.vision import Vision

@@ -15,7 +15,7 @@ import zstandard
 from kit import ROOT, metrics, run, words
 from PIL import Image
 
-from rl_core.data.images import with_images
+from rl_core.data.image_columns import with_images
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import load_env
 from rl_core.tools.cli import main

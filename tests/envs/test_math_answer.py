@@ -13,7 +13,8 @@ from kit import load_rows
 
 from rl_core.data.task_rows import TaskSource
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.environments.env_file import check_columns, load_env
+from rl_core.environments.env_file import load_env
+from rl_core.environments.row_columns import check_columns
 from rl_core.rewards import maths
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.types import SamplingParams

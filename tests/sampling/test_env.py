@@ -17,7 +17,9 @@ from kit import load_rows, wait_until
 from stage import ROW, cast, error_of, one, play, run, talk
 
 from rl_core.data.task_rows import make_task
-from rl_core.environments.env_file import check_actors, check_columns, load_env
+from rl_core.environments.env_file import load_env
+from rl_core.environments.row_columns import check_columns
+from rl_core.environments.run_checks import check_actors
 from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.hooks import Hook, run_within

@@ -16,11 +16,13 @@ from stage import ROW, cast, chat_of, make_groups, one, rollout, run, talk
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
-from rl_core.data.images import images_of
+from rl_core.data.image_parts import images_of
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.task_rows import make_task
 from rl_core.engines.scripted import ScriptedActor, plain_chat
-from rl_core.environments.env_file import check_actors, check_columns, load_env
+from rl_core.environments.env_file import load_env
+from rl_core.environments.row_columns import check_columns
+from rl_core.environments.run_checks import check_actors
 from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.run.process.joining import init_ranks
 from rl_core.sampling.actor import Actor

@@ -11,7 +11,7 @@ from kit import run as run_command
 from stage import cast, error_of, play, run
 
 from rl_core.config import parse_config
-from rl_core.environments.env_file import check_environments
+from rl_core.environments.run_checks import check_environments
 from rl_core.tools.replay import replay
 
 

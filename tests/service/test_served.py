@@ -43,7 +43,7 @@ from rl_core.data.task_rows import read_row
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import PlainImages, ScriptedActor, plain_chat
 from rl_core.environments import env_file as environments
-from rl_core.environments.env_file import check_columns
+from rl_core.environments.row_columns import check_columns
 from rl_core.environments.service import client, connection
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.client import plain

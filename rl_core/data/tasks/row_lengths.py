@@ -11,7 +11,7 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.rows import CHECKED_ROWS
 from rl_core.data.task_rows import TaskSource, fits, row_chat, row_tools
-from rl_core.environments.env_file import speakers
+from rl_core.environments.run_checks import speakers
 from rl_core.sampling.env import Env
 from rl_core.types import Task
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat, text_of
+from rl_core.data.chat import Chat
+from rl_core.data.messages import text_of
 from rl_core.data.preference_pairs import (
     LeftOutError,
     labelled_messages,

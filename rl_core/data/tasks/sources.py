@@ -15,7 +15,7 @@ from rl_core.data.rows import is_tasks_folder, load_rows
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.data.tasks.eval_sets import held_out as held_out_sets
 from rl_core.data.tasks.prompt_hook import MadePrompts
-from rl_core.environments.env_file import check_columns
+from rl_core.environments.row_columns import check_columns
 from rl_core.sampling.env import Env
 from rl_core.types import Row
 

@@ -23,7 +23,7 @@ from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.task_rows import TaskSource, make_task
 from rl_core.data.tasks.prompt_hook import MadePrompts
 from rl_core.data.tasks.sft_dataset import check_rows
-from rl_core.environments.env_file import check_columns
+from rl_core.environments.row_columns import check_columns
 from rl_core.errors import nearest, refuse
 from rl_core.sampling.env import Env
 from rl_core.types import JSONObject, Row, Task, counter_seed

@@ -11,7 +11,7 @@ from rl_core.data.chat import Chat
 from rl_core.data.messages import shorten
 from rl_core.data.rows import row_place
 from rl_core.data.task_rows import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
-from rl_core.data.warnings.column_use import NUM_ROWS, column_use, fix_of
+from rl_core.data.warnings.column_use import NUM_ROWS, column_use
 from rl_core.sampling.env import Env
 
 MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
@@ -127,9 +127,12 @@ def column_warnings(
                 yield f"{len(rows)} {among}, such as {location}: {remark}"
         for column, num in use.lost.items():
             if is_new(source, column):
+                from rl_core.data.warnings.unread_columns import fix_of
+
+                prompt = use.named.prompt
                 yield (
                     f"column {column!r}, which {num} {among} have, is not read: prompts are made "
-                    f"of {', '.join(use.prompt)}; {fix_of(column, use)}"
+                    f"of {', '.join(prompt)}; {fix_of(column, prompt, use.lost, use.nested)}"
                 )
         if use.equal >= MIN_EQUAL and 2 * use.equal > use.num_rows and is_new(source, "equal"):
             yield (
@@ -146,8 +149,10 @@ def column_warnings(
                 f"nothing reads the keys {', '.join(keys)} of assistants' messages {among}; "
                 '"train": false leaves a message out of the loss (docs/sft.md)'
             )
-        replaced = [column for column in SYSTEM_COLUMNS if column in use.prompt]
-        if env and env.turn_loop.system_prompts and replaced and is_new(source, "system_prompts"):
+        if not env or not env.turn_loop.system_prompts:
+            continue
+        replaced = [column for column in SYSTEM_COLUMNS if column in use.named.prompt]
+        if replaced and is_new(source, "system_prompts"):
             yield (
                 f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
                 f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat, unmarked
-from rl_core.data.images import MARK, has_image, holds_image, holds_pixels
 from rl_core.data.messages import TRAIN_KEYS, is_filled, text_of
-from rl_core.data.rendering import PROBE
 from rl_core.data.rows import is_trajectory
-from rl_core.data.task_rows import CONVERSATIONS, LEFT_OUT, PROMPT_COLUMNS, row_tools, row_variables
-from rl_core.data.thoughts import MARKS
-from rl_core.types import JSON, Message, Row
+from rl_core.data.task_rows import CONVERSATIONS, PROMPT_COLUMNS, row_tools, row_variables
+from rl_core.data.warnings.read_row import ReadRow
+from rl_core.types import Message, Row
 
 REPLIES = ("response", "completion", "output", "solution", "answer")
 REASONS = re.compile("^solution$|reason|think|thought|rationale|explanation|(^|_)cot($|_)", re.I)
 MIN_REPLY_CHARS = 20  # A shorter text may be at the end of a prompt by chance.
-BETWEEN_MARKS = re.compile(r"(?<=[>\]])(?=[<\[])")
 # Columns that say whether a reply is good.
 GOOD = re.compile(
     "^((is|was)_)?(correct|resolved|solved|passed|success|successful|verified|accepted|safe)$|"
@@ -35,39 +30,10 @@ SCORE = re.compile("score|rating|reward", re.I)
 ABOUT = re.compile("_(ids?|id_list|type|source|num|len|length)$", re.I)
 
 
-class ReadRow(dict):
-    """A row that keeps the names of its columns of which a value was read."""
-
-    def __init__(self, row: Row):
-        super().__init__(row)
-        self.read: dict[str, None] = {}
-        self.made: set[str] = set()  # Columns that were made of others.
-
-    def __or__(self, made: Row) -> ReadRow:
-        """The row with columns made of others. Reading these adds no name."""
-        row = ReadRow(super().__or__(made))
-        row.read, row.made = self.read, self.made
-        row.made |= made.keys()
-        return row
-
-    def __getitem__(self, name: str) -> JSON:
-        return self.get(name) if name in self else super().__getitem__(name)
-
-    def get(self, name: str, default: JSON = None) -> JSON:
-        value = super().get(name, default)
-        if is_filled(value) and name not in self.made:
-            self.read[name] = None
-        return value
-
-
 def reply_remarks(
-    config: Config, row: ReadRow, messages: list[Message], notes: list[str], used: set[str]
+    config: Config, row: ReadRow, messages: list[Message], used: set[str]
 ) -> Iterator[str]:
-    """Remarks on replies that are left out, that prompts end with, or whose thoughts are not
-    read."""
-    for column in CONVERSATIONS:
-        if (note := LEFT_OUT.format(column)) in notes:
-            yield f"{note}; --data.columns prompt={column} keeps them"
+    """Remarks on replies that a prompt ends with, or whose thoughts are not read."""
     prompt = next((name for name in PROMPT_COLUMNS if name in row.read), "")
     if prompt in ("", *CONVERSATIONS):
         return
@@ -90,29 +56,6 @@ def reply_remarks(
                 f"column {name!r} is longer than the reply and not read; --data.columns "
                 f"response={name} or reasoning_content={name} trains it"
             )
-
-
-def image_remarks(
-    chat: Chat | None, row: ReadRow, messages: list[Message], used: set[str]
-) -> Iterator[str]:
-    """Remarks on images in columns that nothing reads, and on marks of images that are text."""
-    has_images = any(map(has_image, messages))
-    others = [name for name in row if name not in used and holds_image(dict.get(row, name))]
-    for name in others:
-        if has_images and not holds_pixels(dict.get(row, name)):
-            continue  # The path of an image that the prompt has, or of another file.
-        yield (
-            f"column {name!r} holds an image that nothing reads; --data.columns image={name} puts "
-            "it into the prompt"
-        )
-    is_blind = chat is None or isinstance(chat.vision, str)
-    if is_blind or others or has_images:
-        return
-    if any(MARK in text_of(message) for message in messages):
-        yield (
-            f"the prompt has the mark {MARK}, which is read as text: the row has no column "
-            "'image' or 'images'; --data.columns image=NAME names another one"
-        )
 
 
 def label_remarks(config: Config, row: ReadRow) -> Iterator[str]:
@@ -174,37 +117,4 @@ def tools_path(row: Row) -> str | None:
     values = {path: nested_value(dict(row), path) for path in paths}
     return next(
         (path for path, value in values.items() if is_filled(value) and value is not MISSING), None
-    )
-
-
-def template_marks(chat: Chat) -> re.Pattern[str]:
-    """Special tokens, and the lines that the template writes around a message."""
-    rendered = PROBE
-    with suppress(ValueError):  # The template refuses a lone message.
-        rendered = unmarked(chat.render([{"role": "user", "content": PROBE}]))
-    before, _, behind = rendered.partition(PROBE)
-    lines = [before.rpartition("\n")[2], *behind.split("\n")]
-    pieces = [piece.strip() for line in lines for piece in re.split(BETWEEN_MARKS, line)]
-    thoughts = {*MARKS, *MARKS.values()}
-    marks = [re.escape(p) for p in pieces if len(p) > 2 and p not in thoughts]
-    marks = [mark for mark in marks if re.search(r"[^\w\s]", mark)]
-    # Special tokens come first, because a line may begin with one.
-    return re.compile("|".join([chat.special_token.pattern, *marks]))
-
-
-def mark_remarks(
-    chat: Chat | None, marks: re.Pattern[str] | None, messages: list[Message]
-) -> Iterator[str]:
-    """A remark on messages that are not replies and that have a mark of the template."""
-    texts = [text_of(message) for message in messages if message["role"] != "assistant"]
-    matches = [marks.search(text) for text in texts] if marks else []
-    mark = next((match[0] for match in matches if match), None)
-    if mark is None or chat is None:
-        return
-    effect = "begins another message for the model"
-    if mark in chat.special_ids:
-        effect = "is read as text, and no message begins or ends there"
-    yield (
-        f"the prompt has {mark!r}, a mark of the chat template, which {effect}; remove it, or "
-        "give the conversation as a list in column 'messages'"
     )

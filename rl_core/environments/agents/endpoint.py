@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from aiohttp import web
 
+from rl_core.data.chat_threads import prepare
 from rl_core.data.messages import without_prefix
 from rl_core.environments.agents import chat_completions, forward, messages, responses
 from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
@@ -245,7 +246,7 @@ class Endpoint:
         await self.check_length(request)
         limit = self.tree_of(request).actor.max_context_tokens
         try:
-            await chat.prepare(request.messages, request.tools, limit)
+            await prepare(chat, request.messages, request.tools, limit)
             return len(chat.first_prompt(request.messages, request.tools)[1])
         except ValueError as error:
             raise Refusal(str(error)) from error

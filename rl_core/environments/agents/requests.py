@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from rl_core.data.images import URL_FIX, image_of, image_part, is_image_part
+from rl_core.data.image_parts import image_part, is_image_part
+from rl_core.data.images import URL_FIX, image_of
 from rl_core.json_limits import check_value
 from rl_core.types import JSON, JSONObject, Message
 

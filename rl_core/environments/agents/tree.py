@@ -24,6 +24,7 @@ from hashlib import sha256
 from zlib import crc32
 
 from rl_core.data.chat import TooLongError
+from rl_core.data.chat_threads import prepare
 from rl_core.data.images import key_of as image_key
 from rl_core.data.thoughts import without_thoughts
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
@@ -193,7 +194,7 @@ class Tree:
         if self.actor.chat and self.longest(digest)[0] is None:
             limit = self.actor.max_context_tokens - 1
             try:
-                await self.actor.chat.prepare(request.messages, request.tools, limit)
+                await prepare(self.actor.chat, request.messages, request.tools, limit)
             except TooLongError as error:
                 self.is_truncated = True
                 text = f"{error}, which cannot fit into the context of {limit + 1} tokens"
@@ -396,7 +397,7 @@ def reply_of(talk: Conversation, request: Request) -> Reply:
         reply.num_tokens = len(completion.token_ids)
         chat = talk.speaker.chat
         if request.wants_logprobs and chat is not None:
-            tokens = [chat.token_bytes(token) for token in completion.token_ids]
+            tokens = [chat.facts.token_bytes(token) for token in completion.token_ids]
             reply.logprobs = list(zip(tokens, completion.logprobs, strict=True))
     return reply
 

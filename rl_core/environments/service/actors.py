@@ -12,8 +12,8 @@ from typing import TypeAlias
 from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
-from rl_core.data.images import loaded_messages, set_images
-from rl_core.data.messages import canonical_messages
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.image_parts import loaded_messages, set_images
 from rl_core.environments.agents.rollout import Endpoints
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.wire import ServiceError, from_json, to_json, wrong

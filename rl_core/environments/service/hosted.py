@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from grpc import StatusCode
 
-from rl_core.data.images import with_images
-from rl_core.data.messages import canonical_messages
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.image_columns import with_images
 from rl_core.data.task_rows import make_task
-from rl_core.environments.env_file import check_boxes, load_env
-from rl_core.environments.env_hooks import execute_file
+from rl_core.environments.env_file import execute_file, load_env
+from rl_core.environments.run_checks import check_boxes
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.session import Session, is_whole, read_trajectory, too_slow
 from rl_core.environments.service.wire import ServiceError, from_json, to_json, wrong

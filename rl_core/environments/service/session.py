@@ -9,8 +9,9 @@ from collections.abc import Callable
 from google.protobuf.message import Message as ProtoMessage
 from grpc import StatusCode
 
-from rl_core.data.images import loaded_messages, with_images
-from rl_core.data.messages import canonical_messages
+from rl_core.data.canonical_messages import canonical_messages
+from rl_core.data.image_columns import with_images
+from rl_core.data.image_parts import loaded_messages
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.actors import CALL, Asks, HookCall, Work, read_images, read_turn
 from rl_core.environments.service.wire import (

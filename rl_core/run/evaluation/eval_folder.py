@@ -22,7 +22,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from rl_core.config import Config, flat, to_yaml
-from rl_core.data.images import with_stored_images
+from rl_core.data.image_parts import with_stored_images
 from rl_core.data.rows import write_whole
 from rl_core.run.evaluation.played_by import PlayedBy
 from rl_core.run.saving.run_files import jsonable, keep_first

@@ -12,7 +12,7 @@ from types import ModuleType
 from rl_core import sandbox
 from rl_core.config import Config, EnvConfig
 from rl_core.config.rules import check
-from rl_core.environments import env_file
+from rl_core.environments import env_file, run_checks
 from rl_core.run.plan.engine import num_ranks
 from rl_core.run.plan.model_checks import num_positions
 from rl_core.sampling.env import Env
@@ -46,7 +46,7 @@ def load_envs(
             config = replace(config, envs=sections)
         with naming_turns(envs):
             check(config)
-    env_file.check_environments(config, envs)
+    run_checks.check_environments(config, envs)
     return config, envs
 
 

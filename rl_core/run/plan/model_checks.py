@@ -61,7 +61,10 @@ def checked_chat(config: Config, name: str) -> Chat:
         check_teachers(settings, name)
     variables = config.chat_template_kwargs | actor.chat_template_kwargs
     chat = load_chat(actor.model, actor.chat_template, variables, tool_calls, config.data)
-    chat.check_variables(chat.variables, "--chat_template_kwargs")
+    if variables:
+        from rl_core.data.template_variables import check_variables
+
+        check_variables(chat.tokenizer, variables, "--chat_template_kwargs")
     check_vocabulary(chat, num_rows, actor.model)
     return chat
 

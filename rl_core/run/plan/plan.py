@@ -26,7 +26,7 @@ from rl_core.data.tasks.sources import (
 )
 from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
 from rl_core.engines.options import engine_factory
-from rl_core.environments import env_file
+from rl_core.environments import run_checks
 from rl_core.models.parallel.replicas import num_replicas
 from rl_core.plugin import CustomComponents
 from rl_core.run.display.terminal import quiet
@@ -116,7 +116,7 @@ def make_plan(
         check_trackers(config.trackers)
     config, envs = load_envs(config, modules)
     if not is_planned:
-        env_file.check_boxes(envs)
+        run_checks.check_boxes(envs)
     plan = plan_learning(config, envs)
     plan.custom = custom
     held_out = cache(partial(held_out_tasks, config, envs))
@@ -127,7 +127,7 @@ def make_plan(
     with naming_turns(envs):
         plan.chats, plan.endpoints = make_chats(config, custom)
     if config.is_rl:
-        env_file.check_tools(config, envs, plan.chats)
+        run_checks.check_tools(config, envs, plan.chats)
     else:
         from rl_core.data.tasks.sft_dataset import SFTDataset
 

@@ -22,7 +22,7 @@ from rl_core.config import (
     to_yaml,
 )
 from rl_core.data.chat import Chat, fingerprint
-from rl_core.data.images import with_stored_images
+from rl_core.data.image_parts import with_stored_images
 from rl_core.data.rows import END, TOKENIZERS, write_whole
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming

@@ -85,7 +85,7 @@ class Environment:
 
     def module(self) -> ModuleType:
         """A copy of its module, whose load_tasks gives its rows."""
-        from rl_core.environments.env_hooks import execute_file
+        from rl_core.environments.env_file import execute_file
 
         if isinstance(self.source, ModuleType):
             module = self.source

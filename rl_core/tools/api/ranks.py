@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from rl_core.config import Config, EnvConfig, to_yaml
-from rl_core.data.images import read_image, with_images
+from rl_core.data.image_columns import with_images
+from rl_core.data.images import read_image
 from rl_core.errors import split
 from rl_core.tools.api.environment import Environment, Rows
 from rl_core.types import RunError

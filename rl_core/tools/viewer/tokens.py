@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from rl_core.data.images import bytes_of, has_image, small_copy
+from rl_core.data.image_parts import has_image
+from rl_core.data.images import bytes_of, small_copy
 from rl_core.tools.viewer.data import Entry, RunFolder, matching, unpacked
 
 # with_stored_images() gives these names.
