@@ -46,7 +46,7 @@ def test_the_page_for_users_of_trl_has_every_argument():
     """The table has the arguments with a flag, lists have the others."""
     import trl
 
-    names = ("GRPO", "RLOO", "SFT", "DPO", "Reward", "Model")
+    names = ("GRPO", "RLOO", "SFT", "DPO", "KTO", "Reward", "Model")
     configs = [getattr(trl, f"{name}Config") for name in names]
     fields = {f.name for config in configs for f in dataclasses.fields(config)}
     rows = ["| TRL | here |", "|---|---|"]
