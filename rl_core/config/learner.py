@@ -9,7 +9,9 @@ from rl_core.flags import AtLeast1, Count, Fraction, NotNegative, flag
 
 @dataclass(kw_only=True)
 class OptimConfig(Section, prefix="optim."):
-    name: str = flag("adamw", "optimizer; adamw8bit is that of bitsandbytes")
+    name: str = flag(
+        "adamw", "optimizer; adamw8bit: of bitsandbytes; muon: matrices, AdamW the rest"
+    )
     lr: NotNegative = flag(1e-6, "peak learning rate")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = flag(
         "constant", "learning rate after the warmup"

@@ -37,8 +37,14 @@ def adamw8bit() -> MakeOptimizer:
     return adamw8bit
 
 
+def muon() -> MakeOptimizer:
+    from rl_core.learning.optimizers import muon
+
+    return muon
+
+
 # Values of --optim.name.
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit}
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "adamw8bit": adamw8bit, "muon": muon}
 
 
 def pair_loss(algorithm: Algorithm) -> Loss | None:

@@ -728,4 +728,4 @@ def test_help_finds_flags_by_a_word_and_first_shows_those_of_most_runs(word, fla
 def test_a_row_of_a_table_is_a_choice_without_another_change(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "lion", OPTIMIZERS["sgd"])
     choose_engine(parse_config([*MODEL, "--optim.name", "lion"]), 1)
-    assert "{adamw, sgd, adamw8bit, lion} [adamw]" in " ".join(help_page("optim").split())
+    assert "{adamw, sgd, adamw8bit, muon, lion} [adamw]" in " ".join(help_page("optim").split())

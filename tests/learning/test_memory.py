@@ -97,6 +97,8 @@ UPDATES = {
     "phase": "--learner.offload phase",
     "always": "--learner.offload always",
     "phase, 8 bits": "--learner.offload phase --optim.name adamw8bit",
+    "phase, muon": "--learner.offload phase --optim.name muon",
+    "always, muon": "--learner.offload always --optim.name muon",
     "always, tp 2": "--learner.offload always",
 }
 

@@ -13,11 +13,12 @@ from kit import families, metrics, run, weights, words
 from models_table import FAMILIES, family_config
 from safetensors.torch import load_file
 from test_learner import make_learner, ragged_samples
-from transformers import Trainer
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer
 
 from rl_core.config import OptimConfig
 from rl_core.learning.learner import learning_rate
-from rl_core.learning.optimizers import parameter_groups
+from rl_core.learning.optimizers import is_block_matrix, newton_schulz, parameter_groups
 from rl_core.models.loading import on_meta
 from rl_core.run.saving.checkpoint import save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
@@ -45,6 +46,58 @@ def test_8_bits_hold_the_state_of_large_weights_and_learn_almost_the_same(tiny_m
         exact.policy.parameters(), small.policy.parameters(), start.parameters(), strict=True
     ):
         assert (a - b).norm() < 0.2 * (a - c).norm(), a.shape
+
+
+def test_muon_is_torchs_for_the_matrices_of_layers_and_adamw_for_the_rest(tiny_model):
+    flags = "--optim.name muon --optim.weight_decay 0.1 --optim.betas 0.8,0.9 --optim.eps 1e-3"
+    learner = make_learner(tiny_model, *words(flags), algorithm="sft")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    named, draw = dict(model.named_parameters()), torch.Generator().manual_seed(0)
+    groups = {True: [], False: []}
+    for name, weight in named.items():
+        groups[name.startswith("model.layers.") and weight.ndim == 2].append(weight)
+    assert len(groups[True]) == 14 and len(groups[False]) > 2
+    decays = [{"params": [w for w in groups[False] if w.ndim == n], "weight_decay": d}
+              for n, d in ((1, 0.0), (2, 0.1))]  # fmt: skip
+    theirs = [
+        torch.optim.Muon(groups[True], weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(decays, betas=(0.8, 0.9), eps=1e-3, fused=True),
+    ]
+    for rate in (0.01, 0.02, 0.005):
+        for name, parameter in learner.trained_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
+            named[name.removeprefix("hf.")].grad = parameter.grad.clone()
+        for optimizer in (learner.optimizer, *theirs):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+    for name, weight in learner.named_weights():
+        torch.testing.assert_close(weight, named[name], atol=0, rtol=0)
+
+
+def test_each_matrix_of_a_stack_is_made_orthogonal_alone():
+    """Muon's coefficients leave singular values between 0.6 and 1.3."""
+    for stack in (torch.randn(3, 40, 24), torch.randn(3, 24, 40)):
+        made = newton_schulz(stack.bfloat16()).float()
+        values = torch.linalg.svdvals(made)
+        assert values.min() > 0.6 and values.max() < 1.3
+        for one, alone in zip(made, stack, strict=True):
+            u, _, v = torch.linalg.svd(alone, full_matrices=False)
+            assert torch.cosine_similarity(one.flatten(), (u @ v).flatten(), dim=0) > 0.95
+
+
+@pytest.mark.parametrize("name", families(FAMILIES))
+def test_no_family_gives_embeddings_heads_or_biases_to_muon(name):
+    model = on_meta(family_config(name))
+    named = dict(model.named_parameters())
+    others = {n for n, weight in named.items() if not is_block_matrix(n, weight)}
+    tables = {
+        f"{n}.weight" for n, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
+    assert {n for n in tables if n in named} <= others
+    assert {n for n, w in named.items() if w.ndim < 2 or "lm_head" in n or "bias" in n} <= others
+    matrices = [n for n, w in named.items() if w.ndim == 2 and ".layers." in n and "bias" not in n]
+    assert not others.intersection(matrices) - tables
 
 
 @pytest.mark.parametrize("name", families(FAMILIES))

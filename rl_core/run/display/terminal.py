@@ -219,6 +219,11 @@ def size_of(learner: Learner) -> str:
     text = f"{short(total)} parameters"
     if trained != total:
         text += f", {short(trained)} trained"
+    rules: dict[str, int] = {}
+    for group in learner.optimizer.param_groups:
+        if rule := group.get("rule"):
+            rules[rule] = rules.get(rule, 0) + sum(weight.numel() for weight in group["params"])
+    text += "".join(f", {rule} {short(num)}" for rule, num in rules.items())
     adapters = learner.policy.adapters.values()
     if adapters and not any(adapter.target_parameters for adapter in adapters):
         from rl_core.learning.lora import experts_of
