@@ -411,56 +411,6 @@ def test_a_silent_worker_is_removed_and_its_sessions_go_on_when_it_is_back(servi
     assert service.interact(session, 1) == "1"  # done once, though it was asked twice
 
 
-class LazyWorker:
-    """A worker that ends its connection instead of answering, and comes back as one that
-    answers."""
-
-    def __init__(self, service: Service, name: str):
-        self.service, self.name, self.heard, self.joined = service, name, [], threading.Semaphore(0)
-        self.thread = threading.Thread(target=lambda: (self.join(False), self.join(True)))
-        self.thread.start()
-        assert self.joined.acquire(timeout=60)
-
-    def join(self, answers: bool) -> None:
-        self.out: queue.SimpleQueue = queue.SimpleQueue()
-        self.out.put(pb.FromWorker(hello=pb.Hello(worker=self.name)))
-        call = self.service.channel().stream_stream(
-            f"/{HUB}/Join",
-            request_serializer=pb.FromWorker.SerializeToString,
-            response_deserializer=pb.ToWorker.FromString,
-        )
-        for message in call(iter(self.out.get, None), metadata=self.service.metadata(), timeout=90):
-            if not message.requests:
-                self.joined.release()
-            for request in message.requests:
-                self.heard.append(request.interact.number)
-                reply = pb.Reply(
-                    id=request.id, interact=pb.InteractReply(messages='[{"content": "back"}]')
-                )
-                self.out.put(pb.FromWorker(replies=[reply]) if answers else None)
-
-    def close(self) -> None:
-        self.out.put(None)
-        self.thread.join(30)
-
-
-def test_only_a_numbered_request_is_asked_again_when_the_connection_broke(service):
-    first = LazyWorker(service, "ab" * 6)
-    assert (
-        service.refused("interact", session=f"{first.name}.{'0' * 16}", said=said())[0]
-        == StatusCode.ABORTED
-    )
-    assert first.joined.acquire(timeout=60)
-    second = LazyWorker(service, "cd" * 6)
-    assert service.interact(f"{second.name}.{'0' * 16}", 1) == "back"
-    assert (first.heard, second.heard) == ([0], [1, 1])
-    for worker in (first, second):
-        worker.close()
-    wait_until(
-        lambda: not {first.name, second.name} & {w.name for w in service.workers()}, "they are gone"
-    )
-
-
 def test_workers_end_with_their_server(counter):
     with serving(counter, "--port", 0, "--workers", 1, "--heartbeat_s", "0.4") as service:
         worker = psutil.Process(service.workers()[0].pid)
@@ -482,18 +432,6 @@ def test_a_server_that_is_killed_leaves_nothing_in_the_temporary_folder(
         service.process.wait()
         name = f"rl_core_serve_*_{service.process.pid}_*"
         wait_until(lambda: not list(Path("/tmp").glob(name)), "the folder of the socket is gone")
-
-
-def test_killed_workers_and_controllers_lose_and_double_nothing(tmp_path):
-    import asyncio
-
-    from bench_serve import ENV, kill
-
-    path = tmp_path / "counter.py"
-    path.write_text(ENV)
-    row = asyncio.run(kill(path, 60, 200, 3.0, 2))
-    assert row["lost_of_it"] == row["of_killed_worker"] == row["reported_DATA_LOSS"] == 30
-    assert (row["right_counts"], row["lost_of_others"], row["wrong_replies"]) == (30, 0, 0)
 
 
 # --- clients that misbehave
