@@ -12,10 +12,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tests=(tests/engines/test_engine_contract.py tests/engines/test_engine_images.py)
 if [ "${1:-}" = --short ]; then
     shift
-    tests+=("tests/engines/test_sglang.py::test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights")
+    tests+=("tests/engines/test_sglang.py::test_two_actors_on_one_server_have_their_learners_weights")
     tests+=("tests/engines/test_sglang.py::test_a_server_that_is_killed_in_a_rollout_loses_no_group")
-    tests+=("tests/engines/test_sglang.py::test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew")
-    tests+=("tests/engines/test_weight_transfer.py::test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_between_two")
+    tests+=("tests/engines/test_sglang.py::test_a_running_server_gets_the_weights_after_a_new_start")
+    tests+=("tests/engines/test_weight_transfer.py::test_a_servers_ranks_read_buckets_again_after_a_death")
     tests+=("tests/engines/test_sglang_again.py::test_two_learners_send_their_shards_again_to_servers_that_died")
 else
     tests+=(tests/engines/test_sglang{,_cuda,_again}.py tests/engines/test_weight_transfer.py --slow)

@@ -232,7 +232,7 @@ def test_an_agent_that_hangs_is_ended_by_its_episodes_deadline(tmp_path):
     assert trajectory.status == "failed" and "episode_timeout_s" in trajectory.error
 
 
-def test_an_agent_that_was_told_that_its_context_is_full_is_truncated_and_scored(tmp_path):
+def test_a_full_context_truncates_and_scores_an_agent(tmp_path):
     text = "MODELS = ['m']\n" + FUNCTION.replace(
         "task.messages)", "[*task.messages, {'role': 'user', 'content': 'x' * n}])"
     ).replace("for model in MODELS", "for n, model in ((1, 'm'), (200, 'm'))")

@@ -43,7 +43,7 @@ async def reward_fn(result, box):
 """
 
 
-def test_a_command_in_a_container_reaches_the_endpoint_alone_and_rewards_look_inside(tmp_path):
+def test_a_contained_command_reaches_the_endpoint_alone(tmp_path):
     (tmp_path / "program.py").write_text(ASK + PROGRAM)
     file = tmp_path / "env.py"
     file.write_text(ENV.format(engine=find_engine("this test"), image=IMAGE))
@@ -53,9 +53,7 @@ def test_a_command_in_a_container_reaches_the_endpoint_alone_and_rewards_look_in
     assert [turn.completion.text for turn in trajectories[0].turns] == ["x"]
 
 
-def test_a_task_in_a_container_is_solved_by_its_solution_and_not_by_nothing(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_solution_solves_a_contained_task(tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(ROOT / "envs/tasks/make-file", tmp_path / "make-file")
     dockerfile = folder / "environment/Dockerfile"
     kept = dockerfile.read_text().splitlines()[1:]

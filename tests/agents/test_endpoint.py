@@ -1676,7 +1676,7 @@ def tool_list(number):
     return [{"type": "function", "function": function} for function in functions]
 
 
-async def test_tools_of_a_request_are_rendered_in_a_thread_a_constant_number_of_times(monkeypatch):
+async def test_threads_render_tools_a_constant_number_of_times(monkeypatch):
     number, rendered, apply = 400, [], CHAT.tokenizer.apply_chat_template
     loop_thread = threading.get_ident()
 

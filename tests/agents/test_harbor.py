@@ -1047,7 +1047,7 @@ def test_packages_of_a_network_that_failed_are_not_kept(line, is_failed):
 
 
 @needs_bwrap
-def test_long_output_is_kept_by_its_ends_and_files_next_to_the_reward_are_read(make):
+def test_long_output_keeps_its_ends(make):
     test = "#!/bin/sh\necho begin; seq 100000; echo no pytest > /logs/verifier/pytest.log\n"
     test += "ln -s /dev/zero /logs/verifier/zero; ln -s /etc/passwd /logs/verifier/z.log\n"
     played = episode(make(test=test + "echo 0 > /logs/verifier/reward.txt\n"), "done")
@@ -1133,7 +1133,7 @@ def test_a_long_reason_keeps_the_exception_at_its_end():
         assert re.search(r"the build failed: .* \.\.\. .*KeyError: 'x'", line)
 
 
-def test_an_image_that_another_process_builds_is_waited_for_with_a_deadline(tmp_path):
+def test_a_worker_waits_for_an_image_with_a_deadline(tmp_path):
     with open(tmp_path / "lock", "w") as theirs, open(tmp_path / "lock", "w") as ours:
         fcntl.flock(theirs, fcntl.LOCK_EX)
         with pytest.raises(

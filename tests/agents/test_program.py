@@ -198,9 +198,7 @@ asyncio.run(run_command(sys.argv[2:], {"answer": 3}, {}))
 """
 
 
-def test_a_run_that_is_killed_leaves_no_process_and_the_next_run_removes_its_folder(
-    tmp_path, platform
-):
+def test_a_killed_run_leaves_no_process_and_the_next_cleans_up(tmp_path, platform):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     daemon = DAEMON.replace("flush=True", "file=open('../pid', 'w'), flush=True")

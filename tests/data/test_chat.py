@@ -474,7 +474,7 @@ def test_keys_and_types_in_tools_and_in_arguments_of_calls_are_text(entry):
     assert ids.count(chat.end_token_id) == 3  # The system's message, the user's, the call.
 
 
-def test_a_type_that_a_template_compares_stays_though_its_name_is_a_special_token():
+def test_a_compared_type_keeps_its_special_token():
     tokenizer = make_tokenizer.__wrapped__()
     tokenizer.add_special_tokens({"additional_special_tokens": ["user", "function"]})
     chat = Chat(tokenizer, CHATML)
@@ -581,7 +581,7 @@ def test_stop_tokens_are_the_tokenizers_and_the_templates():
         assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == [EOS, *tokens]
 
 
-def test_a_tokenizer_without_a_template_is_refused_and_load_chat_reads_one_from_a_file(tmp_path):
+def test_load_chat_reads_a_template_from_a_file(tmp_path):
     make_tokenizer.__wrapped__().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no chat template.*--actors\.NAME\.chat_template FILE"):
         load_chat(str(tmp_path))
@@ -758,7 +758,7 @@ def completion(ids, chat):
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_a_model_calls_is_read_and_its_tokens_stay_as_they_were_sampled(name):
+def test_calls_are_read_and_keep_their_sampled_tokens(name):
     chat, (text, end, content) = tool_chat(name), SAID[name]
     stream = TokenStream(chat, [user("hello")], TOOLS)
     for number, city in enumerate(["Paris", "Rôme"]):
@@ -873,7 +873,7 @@ READS = {  # As the templates' documentation lists them.
 
 
 @pytest.mark.parametrize("name", READS)
-def test_variables_of_a_row_that_the_template_lacks_are_refused_unless_empty(name):
+def test_a_template_refuses_variables_that_it_lacks(name):
     row, chat = {"messages": [user("hello"), answer("42")]}, chat_named(name)
     (expected,) = sft_samples(chat, row)
     (sample,) = sft_samples(chat, row | {"chat_template_kwargs": SMOLTALK})

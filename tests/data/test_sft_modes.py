@@ -68,7 +68,7 @@ def answer_text(chat, messages, index):
 
 
 @every_template
-def test_observations_are_what_stands_between_a_turn_and_the_next_generation_prompt(path):
+def test_observations_stand_between_a_turn_and_the_next_prompt(path):
     chat, rng = chat_of(path), random.Random(path.stem)
     if path.stem.startswith("deepseek"):  # Replies without thoughts are refused.
         return
@@ -118,9 +118,7 @@ LLAMA = (
     "template, header",
     [(CHATML, "<|im_start|>assistant\n"), (LLAMA, "<|start_header_id|>assistant<|end_header_id|>")],
 )
-def test_actions_observations_and_generation_prompts_are_all_that_follows_the_first_turn(
-    template, header
-):
+def test_all_after_the_first_turn_is_action_or_observation(template, header):
     """Complement: encode the whole conversation at once; behind the first generation prompt each
     token is an action, an observation, or a generation prompt's."""
     chat = Chat(make_tokenizer(), template)
@@ -185,7 +183,7 @@ def samples_with(chat, rows, action_weight, observation_weight):
     return [s for row in rows for s in sft_samples(chat, row, action_weight, observation_weight)]
 
 
-def test_both_weights_1_is_the_loss_of_a_causal_language_model_over_these_tokens(any_model):
+def test_weights_of_1_are_a_causal_language_model_loss(any_model):
     samples = samples_with(load_chat(str(any_model)), talks(), 1.0, 1.0)
     loss, gradients = gradient(
         any_model, samples, "--algorithm sft --learner.microbatch_tokens 600"

@@ -106,9 +106,7 @@ def test_a_split_of_the_hub_gives_its_own_rows(tmp_path):
     }
 
 
-def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(
-    tiny_model, tmp_path
-):
+def test_the_limit_keeps_a_row_and_leaves_out_a_longer_one(tiny_model, tmp_path):
     texts = ["train " + "7" * n for n in (5, 6, 7, 6)]
     chat = load_chat(str(tiny_model))
     limit = len(chat.prompt_ids([{"role": "user", "content": texts[1]}]))
@@ -132,9 +130,7 @@ def test_a_row_of_exactly_the_limit_is_kept_and_one_of_a_token_more_is_left_out(
     assert asked == sorted([texts[0], texts[1], texts[3]] * 2)
 
 
-def test_a_run_checks_the_lengths_of_its_first_rows_and_of_those_that_it_draws(
-    tiny_model, tmp_path
-):
+def test_a_run_checks_lengths_of_first_and_drawn_rows(tiny_model, tmp_path):
     (tmp_path / "env.py").write_text("async def reward_fn(completion): return 0.0\n")
 
     def plan(long_row: int, *flags: str):
@@ -291,7 +287,7 @@ SEED_ENVS = {
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
-def test_environments_with_rows_of_one_split_alone_are_trained_or_evaluated(
+def test_environments_train_or_evaluate_on_one_split_alone(
     is_evaluated, tiny_model, tmp_path, capsys
 ):
     for name, rows in SEED_ENVS.items():

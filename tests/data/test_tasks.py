@@ -319,9 +319,7 @@ def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(
     assert list(load_rows(str(path))) == [{"a": "x\u2028y\x85z"}]
 
 
-def test_rows_of_a_large_file_stay_on_disk_and_a_bad_one_is_named_when_it_is_drawn(
-    tmp_path, monkeypatch
-):
+def test_rows_of_a_large_file_stay_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("rl_core.data.tables.CHECKED_ROWS", 2)
     lines = [json.dumps({"prompt": f"say {n}", "text": "x" * 1000}) for n in range(1000)]
@@ -429,7 +427,7 @@ LOOP.append(LOOP)
      {"keys": '{"a": 4}', "mute": "Mute", "mutes": "list", "loop": "list"}),
     ({"prompt": "p"} | {f"c{n}": n for n in range(60)}, {f"c{n}": str(n) for n in range(50)}),
 ])  # fmt: skip
-def test_columns_of_a_row_are_kept_for_a_reader_short_and_without_the_prompt(row, columns):
+def test_readers_get_short_columns_without_the_prompt(row, columns):
     assert shown_columns(make_task(row, 0, "e", "train")) == columns
 
 

@@ -79,7 +79,7 @@ def test_a_template_that_says_nothing_of_tools_is_left_to_the_environment():
     Chat(make_tokenizer(), without_tools, tool_reader=ToolCalls).tool_calls.check(TOOLS, "env.py")
 
 
-def test_tools_that_a_rollout_gives_are_refused_where_their_calls_are_not_read(tmp_path):
+def test_rollouts_refuse_tools_whose_calls_are_not_read(tmp_path):
     (tmp_path / "env.py").write_text(
         f"_TOOLS = {TOOLS!r}\nasync def rollout(task, actors):\n"
         "    reply = await actors['policy'].respond(task.messages, tools=_TOOLS)\n    return "
@@ -91,9 +91,7 @@ def test_tools_that_a_rollout_gives_are_refused_where_their_calls_are_not_read(t
     assert stage.play(env, "hello").reward == 1.0
 
 
-def test_tools_of_a_template_whose_calls_are_not_read_are_refused_before_a_model_loads(
-    tiny_model, tmp_path, capsys
-):
+def test_start_up_refuses_tools_whose_calls_are_not_read(tiny_model, tmp_path, capsys):
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
     (tmp_path / "foreign.jinja").write_text(FOREIGN)
     (tmp_path / "env.py").write_text(f"tools = {TOOLS!r}\ndef reward_fn(messages): return 1.0\n")

@@ -228,7 +228,7 @@ def test_the_twin_of_search_r1_asks_the_server(play, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in TWINS if "reward" in name or "dpo" in name])
-def test_a_twin_of_pairs_begins_with_the_loss_of_equal_sides_and_ends_below(name, play):
+def test_a_twin_of_pairs_begins_at_ln_2_and_ends_below(name, play):
     losses = column(play(name), "eval/loss")
     assert losses[0] == pytest.approx(LN_2, abs=1e-5) and losses[-1] < LN_2 - 1e-6
 

@@ -165,9 +165,7 @@ def python(code: str, limit_s: int = 60, **needs) -> Stage:
     return Stage(commands=[shlex.join(["-c", code])], limit_s=limit_s, **needs)
 
 
-def test_the_check_of_gpus_goes_on_where_the_last_call_ended_and_names_what_was_not_reached(
-    tmp_path, capfd
-):
+def test_the_check_of_gpus_resumes_and_names_what_is_left(tmp_path, capfd):
     def prints(name: str, end: str = "", **needs) -> Stage:
         code = f"open({str(tmp_path / name)!r}, 'a').write('x'); print('{name} ran'); {end}"
         return python(code, **needs)

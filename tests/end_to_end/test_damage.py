@@ -128,9 +128,7 @@ def test_ranks_of_which_one_finds_the_damage_agree(pattern, checkpoints):
     assert of_ranks(2, __file__, "find_newest", checkpoints) == ["step_000001"] * 2
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_as_if_it_had_not_ended(
-    flags, tmp_path, capsys
-):
+def test_a_run_resumes_before_a_damaged_checkpoint(flags, tmp_path, capsys):
     parts, full = tmp_path / "parts", tmp_path / "whole"
     for out in (parts, full):
         run(out, flags, "--num_steps 2 --save_every 1")

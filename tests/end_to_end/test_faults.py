@@ -233,7 +233,7 @@ def test_ctrl_c_ends_every_rank(start):
     errors_of(process)
 
 
-def test_a_hook_that_hangs_on_one_rank_fails_the_run_on_both_and_torchruns_summary_ends_with_why(
+def test_a_hanging_hook_fails_the_run_on_both_ranks(
     start,
 ):
     process = start(

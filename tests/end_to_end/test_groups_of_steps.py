@@ -134,7 +134,7 @@ def test_where_all_fail_the_run_stops_and_what_was_said_is_in_its_folder(run):
     assert all(t["turns"] and "it was to fail" in t["error"] for t in failed)
 
 
-def test_an_evaluation_where_all_fail_stops_the_run_and_is_in_its_folder_too(run):
+def test_an_evaluation_where_all_fail_stops_the_run(run):
     status, out, output = run(FAILS.format(when="False"), "--num_steps", "1", "--eval_every", "1")
     assert status == 1 and "episodes of eval/000000/greedy failed" in output
     failed = trajectories(out / "rollouts/eval_000000_greedy.jsonl.zst")
@@ -152,7 +152,7 @@ def test_where_half_of_the_rows_fail_the_run_stops_after_a_few_steps(run):
     assert output.rstrip().endswith(f"all reasons: rl-core show {out} --reasons")
 
 
-def test_with_few_rows_half_may_fail_for_ever_and_the_last_lines_count_them(run):
+def test_half_of_few_rows_may_fail_and_last_lines_count_them(run):
     code = FAILS.format(when="n % 2")
     status, out, _ = run(code, "--num_steps", "4", num_rows=8)
     assert (
@@ -160,7 +160,7 @@ def test_with_few_rows_half_may_fail_for_ever_and_the_last_lines_count_them(run)
     )
 
 
-def test_an_evaluation_that_fails_too_often_names_the_command_that_shows_its_reasons(run):
+def test_a_failing_evaluation_names_the_command_for_reasons(run):
     status, out, output = run(
         FAILS.format(when="n % 2"), "--num_steps", "1", "--eval_every", "1", num_rows=8
     )
@@ -328,7 +328,7 @@ def reward_fn(n):
 """
 
 
-def test_failed_episodes_are_counted_next_to_scores_and_left_out_of_pass_at_k(run):
+def test_pass_at_k_leaves_failed_episodes_out(run):
     flags = (
         "--num_steps 0 --eval_every 1 --rollout.max_failed_fraction 1 --rollout.max_concurrent 1"
     )
@@ -374,7 +374,7 @@ class WaitingWorker(RolloutWorker):
 
 
 @pytest.mark.parametrize("size", [2, 1024])
-def test_what_a_rank_that_waits_asks_the_store_does_not_grow_with_ranks_or_groups(size):
+def test_store_traffic_does_not_grow_with_ranks_or_groups(size):
     ranks = CountingRanks(rank=0, size=size, device=None)
 
     class Player:

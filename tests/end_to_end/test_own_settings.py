@@ -109,7 +109,7 @@ def test_an_unknown_optimizer_of_one_actor_is_refused_before_a_model_loads():
         check_options(parse_config(flags))
 
 
-def test_where_nothing_is_learned_an_actors_settings_of_learning_do_not_count():
+def test_settings_of_learning_do_not_count_without_learning():
     parser = argparse.ArgumentParser()
     parser.add_argument("models", nargs="+")
     flags = (
@@ -136,7 +136,7 @@ def two(tmp_path, tiny_model):
     return play
 
 
-def test_an_actor_trains_as_in_a_run_in_which_its_settings_are_the_global_ones(two, capsys):
+def test_an_actors_settings_train_as_global_ones(two, capsys):
     one = "--optim.lr 1e-2 --learner.updates_per_epoch 2 --sampling.temperature 0.7"
     other = (
         "--optim.lr 3e-3 --optim.name sgd --algorithm ppo --algo.kl_coef 0.1 "

@@ -275,9 +275,7 @@ def test_an_endpoint_that_hangs_or_is_not_there_is_named():
     assert "no answer" in str(hangs)
 
 
-def test_a_dead_endpoint_is_told_before_a_model_loads_and_any_answer_is_a_life_sign(
-    tmp_path, capfd
-):
+def test_a_dead_endpoint_is_told_before_a_model_loads(tmp_path, capfd):
     with serving((200, reply())) as server:  # it answers GET with 501
         judge(server).ping()
     assert run_judged(JUDGED, "no/such/model", tmp_path, server) == 1
@@ -287,7 +285,7 @@ def test_a_dead_endpoint_is_told_before_a_model_loads_and_any_answer_is_a_life_s
         judge(server).ping()
 
 
-def test_no_more_requests_are_in_flight_than_allowed_and_a_cancelled_one_gives_its_place_back():
+def test_requests_in_flight_are_bounded_after_cancels_too():
     ends = threading.Event()
 
     async def run(actor):

@@ -99,9 +99,7 @@ SIZES = (
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_learner_has_the_device_beside_an_engine_or_leaves_its_cache_to_one(
-    name, diary, tiny_model, tmp_path
-):
+def test_no_learner_has_the_device_beside_an_engine(name, diary, tiny_model, tmp_path):
     flags = RUNS[name].format(model=tiny_model)
     (tmp_path / "env.py").write_text(ENV + SPEAKERS * ("actors.up" in flags))
     rest = (

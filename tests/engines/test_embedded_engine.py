@@ -150,7 +150,7 @@ def test_logprobs_equal_a_plain_forward_with_fewer_slots_than_requests(any_model
     assert_logprobs(model, prompts, run(embedded(model, num_slots=7), prompts, params), temperature)
 
 
-def test_a_greedy_request_takes_the_likeliest_tokens_beside_others_that_are_drawn(model):
+def test_a_greedy_request_takes_the_likeliest_tokens(model):
     prompts = random_prompts(6, seed=3)
     params = [SamplingParams(max_tokens=9, temperature=i % 2) for i in range(6)]
     completions = run(embedded(model, num_slots=6), prompts, params)
@@ -214,7 +214,7 @@ def test_a_sliding_window_is_honoured(tiny_model):
     assert_logprobs(model, prompts, completions)
 
 
-def test_samples_do_not_depend_on_the_rest_of_the_batch_or_on_the_number_of_slots(model):
+def test_samples_do_not_depend_on_the_batch_or_slots(model):
     prompts, params = random_prompts(31, seed=2), SamplingParams(max_tokens=24)
     together = [c.token_ids for c in run(embedded(model, num_slots=31), prompts, params)]
     refilled = [c.token_ids for c in run(embedded(model, num_slots=4), prompts, params)]
@@ -300,7 +300,7 @@ def test_one_requests_limits_leave_the_others_alone(model):
 # Cost
 
 
-def test_a_groups_prompt_is_prefilled_once_while_one_of_the_group_has_a_slot(model):
+def test_a_group_prefills_its_prompt_once(model):
     prompts = [prompt for prompt in random_prompts(3, seed=5) for _ in range(8)]
     engine = embedded(model, num_slots=5)
     params = [SamplingParams(max_tokens=40 if i % 8 == 0 else 1 + i % 5) for i in range(24)]
@@ -389,7 +389,7 @@ def test_a_trunk_stays_for_its_own_session_when_branches_begin_with_it(model):
     assert_logprobs(model, [longer], [second])
 
 
-def test_equal_prompts_that_begin_with_an_unknown_trunk_are_prefilled_once_each(model):
+def test_equal_prompts_with_an_unknown_trunk_are_prefilled_once(model):
     engine, params = embedded(model, num_slots=20), SamplingParams(max_tokens=3)
     prompts = [TRUNK[:70] + tail for tail in TAILS[:4] for _ in range(4)]
     assert_logprobs(model, prompts, run(engine, prompts, params))
@@ -420,9 +420,7 @@ def test_a_rewound_conversation_prefills_what_comes_after_the_turn(tiny_model):
 
 
 @pytest.mark.parametrize("arch", ["mamba", "llama4_text"])
-def test_branches_of_models_whose_caches_cannot_be_cut_are_read_from_their_first_token(
-    arch, tmp_path
-):
+def test_uncuttable_caches_read_branches_from_their_start(arch, tmp_path):
     make_family(tmp_path, arch)
     model = load_plain(tmp_path)
     engine = embedded(model, num_slots=9, max_context_tokens=200)
@@ -462,7 +460,7 @@ def test_turns_of_unlike_lengths_go_together_up_to_the_end_of_the_context(model)
     assert engine.stats["prefill_tokens"] == 10 + 55 + 30 + 8
 
 
-def test_the_oldest_session_is_forgotten_first_when_more_is_kept_than_the_slots_hold(model):
+def test_full_slots_forget_the_oldest_session_first(model):
     engine, params = (
         embedded(model, num_slots=2, max_context_tokens=32),
         SamplingParams(max_tokens=2),
@@ -654,7 +652,7 @@ def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "recurrent_gemma", "falcon_h1"])
-def test_logits_that_an_architecture_changes_are_known_by_the_keys_that_transformers_reads(kind):
+def test_keys_of_transformers_name_changed_logits(kind):
     sizes = (
         {"logits_scaling": 8.0}
         if kind == "granite"
@@ -753,7 +751,7 @@ def test_closing_cancels_what_runs_and_sleeping_frees_the_cache(model):
     assert not engine._cache.layers
 
 
-def test_a_conversation_goes_on_with_its_own_keys_and_values_until_an_adapter_changes(tiny_model):
+def test_a_conversation_keeps_its_cache_until_an_adapter_changes(tiny_model):
     configs = {name: peft.LoraConfig(**LORAS[name]).to_dict() for name in ("bob", "alice")}
     engine, models, weights = embedded(load(tiny_model), adapters=configs), {}, {}
     for seed, name in enumerate(configs):
@@ -872,9 +870,7 @@ def test_slots_and_parked_sessions_fit_in_the_memory_that_the_flag_gives(model, 
     asyncio.run(turns())
 
 
-def test_a_run_with_little_memory_has_fewer_slots_and_says_so_in_its_first_lines(
-    tiny_model, tmp_path, capfd
-):
+def test_a_run_with_little_memory_has_fewer_slots(tiny_model, tmp_path, capfd):
     (tmp_path / "env.py").write_text(
         'def load_tasks(split): return [{"prompt": str(n)} for n in range(8)]\n'
         "def reward_fn(completion): return sum(map(ord, completion)) % 7\n"

@@ -547,9 +547,7 @@ def test_options_that_take_no_images_are_refused_with_the_row(
         ("--engine sglang --model TILES", "SGLangEngine takes no images of internvl"),
     ],
 )
-def test_engines_and_second_models_read_the_image_tokens_of_the_actors_model(
-    flags, reason, make_model
-):
+def test_engines_and_second_models_read_the_actors_image_tokens(flags, reason, make_model):
     models = {"SAME": "qwen2_5_vl", "TEXT": "qwen3", "TILES": "internvl"}
     sizes = "--env_path x.py --out x --engine embedded --max_prompt_tokens 16 --max_tokens 16"
     model = make_model("qwen2_5_vl")

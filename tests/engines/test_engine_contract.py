@@ -292,9 +292,7 @@ REQUESTS = [(name, prompt) for prompt in random_prompts(5) for name in ("", *LOR
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0, 0.6])
-def test_logprobs_of_many_requests_with_each_its_own_adapter_are_those_of_plain_forwards(
-    fresh, temperature
-):
+def test_requests_with_own_adapters_equal_plain_forwards(fresh, temperature):
     result = fresh.speak(REQUESTS, SamplingParams(max_tokens=13, temperature=temperature))
     fresh.check_all(REQUESTS, result, temperature or 1.0)
     assert {(len(c.token_ids), c.finish_reason) for c in result} == {(13, "length")}
@@ -593,7 +591,7 @@ def test_what_was_begun_is_continued(fresh, num_tokens):
             )
 
 
-def test_what_is_under_way_has_all_tokens_so_far_when_the_engine_has_caught_up(fresh):
+def test_unfinished_completions_have_all_tokens_so_far(fresh):
     # Keeps all ids of the vocabulary.
     prompts, params = random_prompts(3, seed=6), replace(LONG, top_k=1024, keeps_ids=True)
 
@@ -643,7 +641,7 @@ def test_a_pause_keeps_each_requests_adapter_and_its_versions(fresh):
     fresh.check_all(requests, results)  # alice's adapter came again as it was
 
 
-def test_it_sleeps_and_wakes_again_and_again_with_the_same_weights_and_takes_adapters_meanwhile(
+def test_an_engine_sleeps_and_wakes_with_the_same_weights(
     fresh,
 ):
     for seed in range(2):

@@ -263,7 +263,7 @@ class Watched(EmbeddedEngine):
         self.awake.append(self.awake[-1] - {self.name})
 
 
-def test_of_engines_that_take_turns_one_is_awake_after_an_update_of_another(ranks, tiny_model):
+def test_an_update_of_one_engine_leaves_another_awake(ranks, tiny_model):
     awake: list[set[str]] = [set()]
     names = ("policy", "policy.older")
     engines = {name: Watched(name, load(tiny_model), awake) for name in names}

@@ -243,7 +243,7 @@ def test_the_server_draws_as_it_is_asked_to(make, standin):
 KEEPING = SamplingParams(max_tokens=12, top_k=7, keeps_ids=True)
 
 
-def test_a_running_server_that_names_more_ids_than_it_draws_from_is_refused(make, standin):
+def test_a_server_that_names_too_many_ids_is_refused(make, standin):
     """Also by requests of two actors, or of training and an evaluation: a batch may have both."""
     engine, top_p = make(), replace(KEEPING, top_p=0.9)
     assert ask(engine, top_p).kept_ids == ["5 105"]
@@ -287,9 +287,7 @@ def test_a_server_that_somebody_starts_anew_gets_its_weights_again(make, standin
     )
 
 
-def test_each_update_of_a_lone_adapter_sends_that_adapter_and_no_other_weight(
-    tiny_model, make, standin
-):
+def test_an_update_of_a_lone_adapter_sends_no_other_weight(tiny_model, make, standin):
     learner = make_learner(tiny_model, "--actors.policy.lora.rank 4")
     engine, policy = (
         make(adapters={"policy": learner.policy.adapters["default"].to_dict()}),
@@ -438,9 +436,7 @@ def test_ranks_that_catch_up_at_once_all_wait_for_the_tokens_so_far(
 # The server's process, its port and its folders
 
 
-def test_a_dead_server_is_started_by_wake_with_the_newest_weights_and_by_no_update(
-    tiny_model, own_server, tmp_path
-):
+def test_wake_starts_a_dead_server_with_the_newest_weights(tiny_model, own_server, tmp_path):
     """A learner has the device while weights are sent, so that a new server would take a share of
     the rest."""
     engine = SGLangEngine(
@@ -519,7 +515,7 @@ def has_processes(group: int) -> bool:
 
 
 @pytest.mark.parametrize("path", ["model_info", "update_weights_from_disk"])
-def test_a_server_that_dies_while_it_is_started_again_is_tried_again_with_a_bound(
+def test_a_server_that_dies_at_its_start_is_retried_with_a_bound(
     path, tiny_model, own_server, tmp_path, capsys
 ):
     """It dies before its first answer, or when it gets its weights."""
@@ -632,7 +628,7 @@ def test_ranks_that_servers_do_not_divide_are_refused(tiny_model, sort_data, tmp
         make_plan(parse_config([*flags(tiny_model, sort_data, tmp_path / "run"), *urls]))
 
 
-def test_the_servers_own_flags_reach_it_and_those_that_are_ours_are_refused(tiny_model, tmp_path):
+def test_a_servers_own_flags_reach_it_and_ours_are_refused(tiny_model, tmp_path):
     extra = "--quantization fp8 --kv-cache-dtype=fp8_e5m2 --json-model-override-args '{\"a\": 1}'"
     skeleton = make_skeleton(str(tiny_model))
     spec = spec_of(tiny_model, tmp_path / "log", skeleton, None, args=extra)
@@ -886,9 +882,7 @@ def kill_servers(pid: int) -> None:
 
 
 @needs_sglang
-def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(
-    warm_model, tmp_path
-):
+def test_two_actors_on_one_server_have_their_learners_weights(warm_model, tmp_path):
     """A server that is killed in a rollout gets both adapters again, and no group is lost."""
     out = tmp_path / "run"
     learn = ["--num_steps", 6, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
@@ -929,7 +923,7 @@ def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
 
 
 @needs_sglang
-def test_a_server_that_runs_already_gets_the_weights_again_if_it_is_started_anew(
+def test_a_running_server_gets_the_weights_after_a_new_start(
     warm_model, sort_data, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SGLANG_API_KEY", "its-key")

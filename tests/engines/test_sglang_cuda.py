@@ -127,9 +127,7 @@ def shapes(num_parameters: float) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("parameters, fits", [(1.7e9, True), (4e9, True), (5.5e9, False)])
-def test_the_pool_of_a_server_leaves_room_for_the_optimizer_that_does_not_exist_yet(
-    parameters, fits, monkeypatch
-):
+def test_a_servers_pool_leaves_room_for_the_optimizer(parameters, fits, monkeypatch):
     """80 GB, --learner.offload none, fp32 weights of 4 bytes, Adam's two moments of 4 each: at the
     second wake-up 12 bytes a parameter are in use, at the start of the server 4."""
     moments = 8 * parameters
@@ -282,9 +280,7 @@ SHARED = "--actors.policy.lora.rank 2 --actors.bob.lora.rank 2 --actors.bob.lora
         ),
     ],
 )
-def test_top_p_and_min_p_in_one_batch_need_an_sglang_that_names_the_ids_it_draws(
-    flags, refused, tmp_path, monkeypatch
-):
+def test_top_p_with_min_p_needs_an_sglang_that_names_ids(flags, refused, tmp_path, monkeypatch):
     config = parsed(flags, tmp_path, monkeypatch)
     message = f"^--actors.{refused}: --sampling.top_p=0.9 with min_p, .* SGLang >= 0.5.20"
     with pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext():

@@ -144,9 +144,7 @@ def test_each_learns_as_if_it_were_alone(flags, talk, tiny_model, tmp_path):
         assert any(value.abs().max() > 1e-3 for n, value in a.items() if ".lora_B." in n)
 
 
-def test_after_training_alice_the_engine_says_for_bob_and_the_judge_what_it_said_before(
-    talk, tmp_path
-):
+def test_training_alice_changes_nothing_for_bob_and_the_judge(talk, tmp_path):
     judge = "--actors.judge.lora_base bob --actors.judge.train false"
     shared = make_run(tmp_path / "run", talk, judge, "--actors.bob.optim.lr 0 --algo.kl_coef 0.01")
     assert "judge" not in shared.learners and len(shared.device.engines) == 1
@@ -209,7 +207,7 @@ def test_adapters_reach_engines_that_go_on_while_learners_learn(flags, talk, tmp
         assert row[f"learn/{name}/mismatch_kl_nats_max"] < 5e-11 or "stale" in flags
 
 
-def test_who_shares_takes_what_is_not_given_and_a_saved_configuration_is_the_same():
+def test_sharers_take_what_is_not_given():
     bob = (
         "--actors.bob.model m --actors.bob.lora.rank 4 --env_path x/talk.py --out x "
         "--actors.alice.lora_base bob"

@@ -110,7 +110,7 @@ def test_after_its_slice_the_holder_admits_nobody_while_others_queue():
 
 
 @pytest.mark.parametrize("method", ["wake", "sleep"])
-def test_a_switch_that_fails_reaches_all_who_wait_for_it_and_others_are_served(method):
+def test_a_failed_switch_reaches_all_who_wait_for_it(method):
     async def main():
         desk = Desk("abc")
         first = desk.enter("a")
@@ -215,7 +215,7 @@ def test_real_engines_that_share_a_device_say_what_they_say_alone(make_model, ma
             assert a.token_ids == b.token_ids and a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
-def test_paused_engines_lend_the_device_for_new_weights_and_go_on_where_they_stopped(make_model):
+def test_paused_engines_lend_the_device_and_go_on(make_model):
     """Asynchronous training updates between two tokens, with one engine awake at a time."""
     prompt, params = [1, 2, 3], SamplingParams(max_tokens=40)
     new = whole_model(make_model(seed=2))

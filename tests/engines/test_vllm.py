@@ -97,9 +97,7 @@ class Broadcast(Subject):
 
 
 @needs_vllm
-def test_a_server_that_runs_already_gets_broadcasts_and_again_if_it_is_started_anew(
-    make_model, tmp_path, monkeypatch
-):
+def test_a_running_server_gets_broadcasts_after_a_new_start(make_model, tmp_path, monkeypatch):
     folder = make_model(heads=2)
     host = Host("vllm", folder, tmp_path / "engine.log")
     server = host.engine.server
@@ -145,7 +143,7 @@ def test_a_run_learns_though_its_server_is_killed_and_loses_no_group(
 
 @needs_vllm
 @pytest.mark.slow
-def test_two_actors_over_one_model_and_one_server_have_each_its_learners_weights(warm, tmp_path):
+def test_two_actors_on_one_server_have_their_learners_weights(warm, tmp_path):
     learn = "--num_steps 3 --tasks_per_step 16 --group_size 8 --optim.lr 5e-3"
     learn += " --actors.up.sampling.top_k 20 --actors.up.sampling.top_p 0.9"
     run_folder = tmp_path / "run"
@@ -172,7 +170,7 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(way, tmp_path, 
 
 @needs_vllm
 @pytest.mark.slow
-def test_servers_that_run_already_get_the_weights_and_again_if_one_is_started_anew(
+def test_running_servers_get_weights_after_a_new_start_of_one(
     warm, sort_data, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("VLLM_API_KEY", "its-key")
@@ -238,7 +236,7 @@ def test_flags_that_are_ours_are_refused_by_all_names_that_vllm_knows():
         assert own_flag(arg, OWN_FLAGS)
 
 
-def test_a_server_that_runs_already_is_refused_without_the_settings_that_a_run_needs():
+def test_a_running_server_without_needed_settings_is_refused():
     model = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1, "dtype": "torch.bfloat16"}
     model |= {"max_model_len": 512, "hf_overrides": {"head_dtype": "float32"}}
     extension = "rl_core.engines.vllm_worker.WorkerExtension"

@@ -140,7 +140,7 @@ class CountedCopies(TorchDispatchMode):
         return output
 
 
-def test_files_copy_each_weight_twice_on_the_host_and_buckets_once_on_the_device():
+def test_files_copy_weights_twice_on_the_host_and_buckets_once():
     weights = {f"w{n}": torch.randn(1000) for n in range(10)}
     total = sum(value.nbytes for value in weights.values())
     with CountedCopies() as counted:
@@ -218,7 +218,7 @@ def drawn(weights, log: list):
         yield name, value
 
 
-def test_the_server_gets_all_buckets_in_one_session_and_one_handle_for_each_of_its_ranks():
+def test_one_session_brings_all_buckets_to_a_server():
     weights, ask = some_weights(), Loopback()
     way = DeviceTransfer(spec_with(weights, bucket_bytes=200, tp=3), ask)
     way.take(weights.items())
@@ -235,7 +235,7 @@ def test_the_server_gets_all_buckets_in_one_session_and_one_handle_for_each_of_i
     way.close()
 
 
-def test_a_way_without_a_copy_waits_for_an_update_where_ranks_can_agree_on_one():
+def test_an_update_waits_where_ranks_can_agree_on_one():
     weights = some_weights()
     ways = [FilesTransfer, DeviceTransfer]
     for waits in (True, False):
@@ -249,7 +249,7 @@ def test_a_way_without_a_copy_waits_for_an_update_where_ranks_can_agree_on_one()
             way.close()
 
 
-def test_a_death_between_two_buckets_leaves_no_weight_ungathered_and_the_learner_is_asked_again():
+def test_a_death_between_buckets_leaves_no_weight_ungathered():
     weights, log, again = some_weights(), [], []
     spec = spec_with(weights, bucket_bytes=200, resend=lambda: drawn(weights, again))
     way = DeviceTransfer(spec, ask := Loopback(dies_at=2))
@@ -264,7 +264,7 @@ def test_a_death_between_two_buckets_leaves_no_weight_ungathered_and_the_learner
     way.close()
 
 
-def test_a_server_that_is_dead_when_weights_come_is_sent_none_and_every_rank_gathers():
+def test_a_dead_server_gets_no_weights_and_every_rank_gathers():
     weights, log = some_weights(), []
     way = DeviceTransfer(spec_with(weights), ask := Loopback())
     way.take(drawn(weights, log))
@@ -332,7 +332,7 @@ class Receiver:
         return {}
 
 
-def test_a_broadcast_brings_every_value_and_a_new_group_comes_after_a_death():
+def test_a_broadcast_brings_every_value_after_a_death_too():
     weights = some_weights()
     weights["last"] = weights["last"].float()
     more = {"url": "http://127.0.0.1:9", "bucket_bytes": 200, "resend": lambda: weights.items()}
@@ -459,9 +459,7 @@ def killing(model: Model, after: int):
 
 @needs_sglang
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_servers_ranks_read_the_buckets_and_get_them_again_after_a_death_between_two(
-    tp, tiny_model, tmp_path
-):
+def test_a_servers_ranks_read_buckets_again_after_a_death(tp, tiny_model, tmp_path):
     """q, k and v of a layer, which the server computes as one, come in different buckets. Weights
     that the server lost in its sleep come with the next request, as on a GPU without a backup."""
     model = Model(tiny_model, tmp_path / "log", weight_sync="device", tp=tp)

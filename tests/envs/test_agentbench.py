@@ -92,7 +92,7 @@ def test_checkers_get_the_answer_and_what_those_before_them_wrote():
     assert (cut.status, cut.reward) == ("truncated", 0)
 
 
-def test_a_change_in_the_box_is_what_a_script_checks_and_what_was_started_runs_beside():
+def test_a_script_checks_changes_in_the_box():
     row = os_row(check={"code": "[ -e ~/done ]"}) | {"start": "sleep 0.3; touch ~/late"}
     wait = called("bash", command="for n in $(seq 50); do [ -e ~/late ] && touch ~/done && exit; sleep 0.1; done")  # fmt: skip
     assert play(env_of("os"), wait, "It is done.", row=row).reward == 1
@@ -338,7 +338,7 @@ def test_the_reward_is_the_share_of_what_was_wished():
     assert play(env_of("shop"), "Buy Now", row=row).metrics["bought"] == 0
 
 
-def test_only_what_stands_on_the_page_can_be_clicked_and_a_search_shows_what_shares_words():
+def test_clicks_need_links_and_searches_need_shared_words():
     shop = part_of("shop", "Shop")()
     for value in ("Buy Now", "Back", "Next", ""):
         with pytest.raises(ValueError, match="there is no"):

@@ -117,7 +117,7 @@ def drafted(actors: dict, row: dict) -> dict[str, list]:
     return seats
 
 
-def test_a_draft_that_fails_is_written_again_and_who_combines_sees_what_tests_gave():
+def test_a_failed_draft_is_written_again_and_seen_with_its_tests():
     row = env_of("code_parallel").load_tasks("train")[0]
     right, wrong = solution(row["prompt"]), "def f(x): return 0"
     actors = {"ann": [wrong, right], "ben": wrong, "combiner": right}

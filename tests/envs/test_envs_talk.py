@@ -302,7 +302,7 @@ def test_replies_of_a_group_are_compared_and_a_place_wins_nothing(judge, expecte
     } == expected
 
 
-def test_a_reply_that_orders_the_judge_about_stays_in_its_tag_and_a_rubric_adds_its_score():
+def test_an_ordering_reply_stays_in_its_tag_and_a_rubric_scores():
     asked = []
 
     def judge(prompt, seed):

@@ -122,7 +122,7 @@ def test_only_the_answer_alone_is_right(spoken, reward, turns):
     assert (outcome.reward, len(outcome.turns)) == (reward, turns)
 
 
-def test_passages_may_come_from_a_file_and_what_shares_no_word_is_not_shown(tmp_path, monkeypatch):
+def test_passages_of_a_file_share_a_word_with_the_question(tmp_path, monkeypatch):
     passages = [{"contents": "Iron\nIron is grey."}, {"title": "Gold", "text": "Gold glitters."}]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(p) + "\n" for p in passages))
     monkeypatch.setenv("SEARCH_CORPUS", str(tmp_path / "corpus.jsonl"))
@@ -356,7 +356,7 @@ def test_a_pole_that_falls_is_not_solved(monkeypatch):
     assert "one of left (0), right (1)" in fallen.messages[0]["content"]
 
 
-def test_an_environment_that_breaks_or_hangs_fails_the_episode_with_its_cause(monkeypatch):
+def test_a_broken_or_hanging_environment_fails_the_episode(monkeypatch):
     env = env_of("gym_text")
     error = stage.error_of(env, "a", row=LETTERS | {"kwargs": {"breaks": "fire"}})
     assert "OSError: the engine room is on fire" in error
@@ -587,9 +587,7 @@ def test_a_server_that_fails_is_the_cause_and_secrets_stay_out_of_it(mcp):
         assert "ReadTimeout" in stage.error_of(mcp(url, call_s=0.3), "16", row=PRICE)
 
 
-def test_a_server_that_dies_in_an_episode_fails_it_and_an_engine_that_dies_is_no_fault_of_the_server(
-    mcp, shop
-):
+def test_a_dead_server_fails_the_episode_and_no_engine(mcp, shop):
     port = free_port()
     process = serve_shop(port)
 
@@ -1184,7 +1182,7 @@ def test_an_illegal_or_garbage_chess_move_loses(bad):
     assert cut["ann", "white"].reward == 0.0
 
 
-def test_a_game_that_repeats_is_a_draw_and_one_that_is_too_long_is_scored_by_its_material(
+def test_repeated_games_are_draws_and_long_ones_are_scored(
     monkeypatch,
 ):
     queen = {"prompt": "Chess.", "fen": "7k/8/8/8/8/8/8/1Q5K w - - 0 1"}

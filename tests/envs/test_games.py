@@ -190,7 +190,7 @@ def test_a_reply_that_is_cut_off_loses():
     assert rewards(result) == {("ann", "x"): 0.0}
 
 
-def test_the_first_actor_sits_where_the_row_says_and_openings_are_on_the_board():
+def test_the_row_seats_the_first_actor_and_opens_the_board():
     result, _ = play(
         "tic_tac_toe", {"ann": ["1", "2", "3"], "ben": ["4", "5"]}, seat="o", opening="9"
     )

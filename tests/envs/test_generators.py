@@ -59,7 +59,7 @@ def reckoned(text: str) -> Fraction:
     return counts[-1] + counts[-2] if "both together" in question else counts[-1]
 
 
-def test_who_reads_a_sentence_at_a_time_finds_the_answer_and_a_level_is_its_steps():
+def test_sentences_one_by_one_hold_the_answer():
     for row in rows_of("word_problems")[:800]:
         assert reckoned(row["prompt"]) == row["answer"] > 0, row
         sentences = len(re.findall("[.?]", row["prompt"]))
@@ -68,7 +68,7 @@ def test_who_reads_a_sentence_at_a_time_finds_the_answer_and_a_level_is_its_step
     assert reward("word_problems", "1204 or 5", 1204) == 0
 
 
-def test_short_problems_come_first_and_then_those_that_are_solved_half_of_the_time():
+def test_short_and_half_solved_problems_come_first():
     weight = env_of("word_problems").hooks["task_weight"].function
     assert weight(0.5, 0, 1) > weight(0.5, 0, 2) > weight(0.5, 0, 5) > 0
     assert weight(0.5, 3, 5) > weight(0.0, 3, 5) == weight(1.0, 3, 1) > 0

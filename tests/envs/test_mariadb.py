@@ -138,7 +138,7 @@ def test_of_many_rows_the_first_are_shown_and_variables_stay(database):
 
 
 @MARIADB
-def test_a_database_is_dropped_with_its_session_and_another_sees_nothing_of_it(env, database):
+def test_a_session_drops_its_database_and_sees_no_other(env, database):
     other = env.hooks["oracle"].function.__globals__["Database"](ROW)
     name, server = other.session.name, other.session.server
     with pytest.raises(ValueError, match="command denied"):
@@ -173,7 +173,7 @@ time.sleep(600)
 
 
 @MARIADB
-def test_a_server_ends_with_its_process_and_one_that_died_is_a_failure_and_then_a_new_one(env):
+def test_a_server_ends_with_its_process_and_is_made_anew(env):
     command = [sys.executable, "-c", ENDLESS, str(ROOT / "envs")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pid, socket = process.stdout.readline().split()

@@ -25,7 +25,7 @@ STYLES = ("\\boxed{{{}}}", "First 1+2=3. So $\\boxed{{{}}}$.", "\\[\\fbox{{{}}}\
 
 
 @pytest.mark.parametrize("number", range(len(REFERENCES)), ids=lambda n: REFERENCES[n][0])
-def test_a_reference_equals_itself_and_neither_its_numbers_nor_its_neighbour(number):
+def test_a_reference_equals_itself_and_no_neighbour(number):
     reference, same = REFERENCES[number]
     neighbour = REFERENCES[(number + 1) % len(REFERENCES)][0]
     for style in STYLES:

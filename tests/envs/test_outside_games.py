@@ -102,7 +102,7 @@ def test_who_is_cut_off_loses_and_a_game_that_is_not_over_earns_nothing(monkeypa
 
 
 @TEXTARENA
-def test_games_side_by_side_draw_as_alone_and_leave_pythons_generator_alone(monkeypatch):
+def test_games_side_by_side_draw_as_alone(monkeypatch):
     env = env_of("textarena_env", monkeypatch, TEXTARENA_ENV="KuhnPoker-v0")
     random.seed(5)
     before = random.getstate()

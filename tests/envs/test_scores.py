@@ -145,9 +145,7 @@ def test_threads_share_a_model(reward_model):
         ([user("x" * 5000)], r"of 50\d\d tokens; the model reads 1 to"),
     ],
 )
-def test_what_is_no_conversation_is_refused_in_the_process_and_by_the_server(
-    messages, error, reward_model, server
-):
+def test_process_and_server_refuse_what_is_no_conversation(messages, error, reward_model, server):
     with pytest.raises(ValueError, match=error):
         RewardModel(str(reward_model)).score([messages])
     status, answer = ask(server, {"messages": [TALKS[0], messages]})
@@ -274,7 +272,7 @@ def test_requests_that_wait_share_a_forward_and_its_failure(reward_model):
     assert calls == [[[1]], [[2], [3, 4], [13], [5]]]
 
 
-def test_a_server_that_comes_late_is_waited_for_and_one_that_never_comes_is_an_error(reward_model):
+def test_a_late_server_is_waited_for_and_a_missing_one_fails(reward_model):
     async def ask_late():
         async def answer(request):
             return web.json_response({"data": [{"index": 0, "score": 1.5}]})

@@ -84,7 +84,7 @@ def serve(desk, row, *replies, user=None):
     return stage.one(stage.run(desk, stage.cast(**actors), rows=[row], max_tokens=900), "agent")
 
 
-def test_tasks_of_both_splits_are_those_without_tools_of_the_user_and_history(desk):
+def test_tasks_with_user_tools_or_history_are_left_out(desk):
     assert [row["id"] for row in desk.load_tasks("train")] == ["0", "1", "2"]
     [held_out] = desk.load_tasks("eval")
     assert held_out["id"] == "3" and held_out["prompt"] == "Lend me Emma for 10 days."

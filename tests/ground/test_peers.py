@@ -140,7 +140,7 @@ def answer_to(name: str) -> str:
     return str(caught.value).removeprefix(f"unknown flag --{name}; ")
 
 
-def test_a_switch_of_another_trainer_is_answered_by_a_value_that_its_flag_takes():
+def test_another_trainers_switch_names_a_value_of_ours():
     for ours in filter(re.compile("--.*=").match, peers().values()):
         config = parse_config(words("--model m --env_path e.py --out o", *words(ours)))
         assert ours.partition("=")[2] in to_yaml(config)

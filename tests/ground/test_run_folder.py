@@ -195,9 +195,7 @@ def test_a_folder_that_is_no_model_is_refused_with_what_to_name(
     assert says.format(dir=tmp_path).split("such as ")[-1] in output, output
 
 
-def test_a_model_named_with_a_dot_before_it_is_a_folder_and_no_name_of_the_hub(
-    flags, tmp_path, monkeypatch, capsys
-):
+def test_a_model_after_a_dot_is_a_folder(flags, tmp_path, monkeypatch, capsys):
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main([*flags, "--model", "./tniy", "--out", "out"]) == 1

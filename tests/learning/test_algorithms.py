@@ -207,7 +207,7 @@ def test_failed_episodes_are_in_no_baseline():
     assert baseline_groups(group) == [[group[0], group[2]]]
 
 
-def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline():
+def test_overlong_episodes_count_in_the_baseline():
     group = [episode(1.0, 4), episode(0.0, 6), episode(0.5, 10, "truncated")]
 
     def advantages(overlong):
@@ -219,7 +219,7 @@ def test_overlong_episodes_are_penalised_or_left_out_but_count_in_the_baseline()
     assert advantages("soft") == pytest.approx([5 / 6, -1 / 6, -4 / 6])
 
 
-def test_updates_stop_when_the_mean_kl_to_the_steps_start_is_above_the_target(tiny_model):
+def test_updates_stop_above_the_target_kl(tiny_model):
     def run(*more):
         learner = make_learner(tiny_model, "--learner.epochs", "2", "--optim.lr", "0.01", *more)
         minibatches, _ = learner.shard(ragged_samples())
@@ -371,7 +371,7 @@ def episode_of(rewards: list[float]) -> Trajectory:
     )
 
 
-def test_turns_have_the_discounted_return_from_each_on_over_all_turns_of_the_group():
+def test_turns_have_the_discounted_return_over_the_group():
     group, discount = [episode_of([1.0, 0.0, 2.0]), episode_of([0.0, 3.0])], 0.5
     expected = [[1 + 0.5 * 0 + 0.25 * 2, 0 + 0.5 * 2, 2.0], [0 + 0.5 * 3, 3.0]]
     assert [turn_returns(t, 0.0, discount) for t in group] == expected
@@ -385,7 +385,7 @@ def test_turns_have_the_discounted_return_from_each_on_over_all_turns_of_the_gro
     assert of_episodes == [[0.0] * 3, [0.0] * 2]  # Both episodes earned 3.
 
 
-def test_a_group_has_signal_where_turns_differ_if_turns_have_advantages_of_their_own():
+def test_turns_with_own_advantages_give_a_group_its_signal():
     episodes, turns = PRESETS["dapo"], dataclasses.replace(PRESETS["dapo"], turn_discount=0.9)
     groups = {
         "equal": [episode_of([1.0, 0.0]), episode_of([1.0, 0.0])],

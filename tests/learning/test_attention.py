@@ -260,7 +260,7 @@ def worst(measured: dict, start: str) -> dict[str, float]:
     return largest
 
 
-def test_outputs_and_gradients_are_those_of_whole_attention_with_any_ring_window_and_heads(
+def test_ring_attention_equals_whole_attention_and_its_gradients(
     measured,
 ):
     assert len(worst(measured, "exact/")) == 3 * (3 * 6 + 3)
@@ -407,7 +407,7 @@ def test_many_short_pieces_share_blocks_in_which_little_is_padding():
     assert padded < 1.25 * sum(length**2 for length in lengths)
 
 
-def test_few_long_pieces_stand_alone_and_neighbours_of_one_length_together_without_a_copy():
+def test_neighbours_of_one_length_stand_together_without_a_copy():
     layout = blocks_of([90, 200, 120, 120, 160])
     assert layout.blocks == [(1, 90, 90), (1, 200, 200), (2, 120, 120), (1, 160, 160)]
     assert layout.tokens is None

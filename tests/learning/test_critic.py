@@ -241,7 +241,7 @@ def branches(env: str, group: int, rewards: list[float], num: int) -> list[Traje
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_tokens_that_branches_share_count_once_with_the_mean_of_their_advantages(order):
+def test_shared_tokens_count_once_with_their_mean_advantage(order):
     """Advantages are rewards: 6 shared tokens of (1 + 0 + 5) / 3, then 3 of each branch."""
     groups = [branches("tree", 0, [1.0, 0.0, 5.0], 6)[::order]]
     row, ranks = dataclasses.replace(PRESETS["grpo"], advantage="none"), init_ranks(60)

@@ -166,9 +166,7 @@ def learn_a_step(learner: Learner) -> None:
 
 @pytest.mark.parametrize("dtype, offload", [(torch.float32, "always"), (torch.bfloat16, "none")])
 @pytest.mark.parametrize("algorithm", LOSSES)
-def test_a_step_reads_no_value_before_its_updates_end_and_no_tensor_is_elsewhere(
-    tiny_model, algorithm, dtype, offload
-):
+def test_a_step_reads_no_value_before_its_updates_end(tiny_model, algorithm, dtype, offload):
     learn_a_step(meta_learner(tiny_model, algorithm, LOSSES[algorithm], dtype, offload))
 
 
@@ -184,9 +182,7 @@ def test_a_mixture_of_experts_waits_for_no_device_either(family, offload):
 
 @pytest.mark.parametrize("sampler", [SlotModel, LlamaSlots])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decode_step_of_the_embedded_engine_reads_no_value_before_its_tokens(
-    tiny_model, dtype, sampler
-):
+def test_a_decode_step_reads_no_value_before_its_tokens(tiny_model, dtype, sampler):
     decode_a_step(tiny_model, dtype, sampler)
 
 

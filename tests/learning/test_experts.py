@@ -222,9 +222,7 @@ def adapter_step(learner, samples) -> dict:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_adapters_on_experts_learn_by_the_merged_models_gradient_and_are_exported(
-    family, tmp_path, name
-):
+def test_adapters_on_experts_have_the_merged_models_gradient(family, tmp_path, name):
     """dL/dA and dL/dB of each expert from dL/dW of the plain model with the merged weights; the
     adapter's folder by peft."""
     samples, learner = imitated(), drawn(family(name))
@@ -362,7 +360,7 @@ def test_active_parameters_are_those_that_are_published(name, billions):
 
 
 @pytest.mark.parametrize("name", kit.families(FAMILIES))
-def test_of_experts_those_count_that_a_token_goes_to_and_of_layers_those_with_attention(name):
+def test_experts_count_by_tokens_and_layers_by_attention(name):
     config = family_config(name)
     text = config.get_text_config()
     with torch.device("meta"):

@@ -75,7 +75,7 @@ def test_the_page_names_the_families_that_see():
 
 
 @pytest.mark.parametrize("name", families(FORWARDS))
-def test_a_family_computes_what_transformers_does_and_is_exported_as_it_came(name, tmp_path):
+def test_a_family_equals_transformers_and_is_exported_as_it_came(name, tmp_path):
     if (name, transformers.__version__) == ("llama4", "5.24.0"):
         pytest.skip("Llama 4 with its vision tower fails in transformers 5.24.0")
     row, reasons = try_family(tmp_path, name)

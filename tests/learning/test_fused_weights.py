@@ -85,7 +85,7 @@ def test_two_ranks_export_and_stream_the_checkpoints_own_names_and_buffers(famil
             assert all(torch.equal(value, before[n]) for n, value in weights.items())
 
 
-def test_experts_that_published_files_have_transposed_are_exported_and_streamed_so(tmp_path):
+def test_transposed_experts_are_exported_and_streamed_so(tmp_path):
     """Published files of Qwen3-VL's MoE have [experts, hidden, 2 x intermediate]."""
     make_tiny_model(tmp_path / "model", arch="qwen3_vl_moe", hidden=32)
     before = load_file(tmp_path / "model/model.safetensors")

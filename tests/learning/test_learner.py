@@ -86,7 +86,7 @@ def gradients(learner: Learner, samples, old_shift=0.0) -> tuple[dict[str, torch
     return grads, total
 
 
-def test_samples_without_advantage_count_in_the_denominator_but_need_no_forward(tiny_model):
+def test_samples_without_advantage_need_no_forward(tiny_model):
     learner, samples = make_learner(tiny_model), ragged_samples()
     minibatch = learner.shard(samples)[0][0]
     assert minibatch.denominator == sum(sum(s.loss_mask) for s in samples)
@@ -111,7 +111,7 @@ def test_a_batch_without_signal_leaves_the_weights_alone(tiny_model):
     assert metrics["skipped_updates"].value == 1
 
 
-def test_minibatches_keep_groups_together_and_use_the_logprobs_from_before_the_first_update(
+def test_minibatches_keep_groups_and_old_logprobs(
     tiny_model,
 ):
     learner = make_learner(

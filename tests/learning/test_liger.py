@@ -106,7 +106,7 @@ def run_here(code: str) -> None:
 
 
 @needs_liger
-def test_norms_and_mlps_of_this_model_and_rotary_positions_become_ligers_and_nothing_else():
+def test_norms_mlps_and_rotary_positions_become_ligers():
     process = ForkedProcess("-c", "import test_liger; test_liger.check_patches()")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors[-3000:]

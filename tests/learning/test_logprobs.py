@@ -345,7 +345,7 @@ def test_triton_kernels_equal_autograd_over_all_logits_on_a_gpu():
 
 
 @needs_triton
-def test_counted_flops_are_three_products_of_kept_logits_and_the_models_formula(monkeypatch):
+def test_counted_flops_are_those_of_the_models_formula(monkeypatch):
     from count_work import (
         count_learner,
         count_logprobs,
@@ -511,7 +511,7 @@ def test_a_family_with_a_scale_and_a_cap_has_both():
 NOT_CAUSAL = {"diffusion_gemma", "t5gemma2"}
 
 
-def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_key():
+def test_tables_of_logit_changes_name_families_that_read_them():
     keys = [*(key for key, _ in heads.LOGIT_SCALES), *heads.LOGIT_CAPS]
     read = set()
     for family, names in [*CAUSAL.items(), *MULTIMODAL.items()]:
@@ -550,7 +550,7 @@ def test_the_tables_of_logit_changes_name_the_families_whose_forward_reads_the_k
         ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 8}),
     ],
 )
-def test_logits_of_engine_and_learner_are_one_product_of_bf16_factors_in_fp32(kind, changes):
+def test_engine_and_learner_share_one_fp32_product_of_factors(kind, changes):
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 16,

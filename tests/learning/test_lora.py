@@ -151,9 +151,7 @@ def test_merged_weights_and_both_exports_give_the_adapted_models_logits(
     assert config["base_model_name_or_path"] == str(tiny_model) and config["r"] == 4
 
 
-def test_sharded_adapters_in_fp32_learn_beside_a_bf16_model_that_is_their_reference(
-    places, torchrun, tmp_path
-):
+def test_sharded_fp32_adapters_learn_beside_a_bf16_model(places, torchrun, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(places["model"], dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(places["model"]).save_pretrained(tmp_path / "model")

@@ -372,9 +372,7 @@ def test_files_that_are_not_the_models_are_refused(tiny_model, tmp_path, change,
         loading.load_hf_model(str(folder), torch.float32, torch.device("cpu"))
 
 
-def test_a_model_whose_files_name_weights_otherwise_is_loaded_as_transformers_does(
-    tiny_model, tmp_path
-):
+def test_models_with_other_weight_names_load_as_in_transformers(tiny_model, tmp_path):
     """Such as the backbone alone, whose names have no prefix."""
     AutoModel.from_pretrained(tiny_model).save_pretrained(tmp_path)
     got = make_policy(str(tmp_path), torch.float32, init_ranks(60)).hf.state_dict()

@@ -432,9 +432,7 @@ def test_each_rank_holds_all_weights_of_a_small_model_on_cpus(tiny_model, flags,
     assert num_replicas(config, 4, ["policy"]) == expected
 
 
-def test_models_that_learn_together_are_counted_together_but_not_one_that_they_share(
-    tiny_model, monkeypatch
-):
+def test_models_that_learn_together_are_counted_together(tiny_model, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     monkeypatch.setattr(replicas, "MAX_PARAMETERS", 1.5 * model.num_parameters())
     bob = f"--env_path x.py --out x --model {tiny_model} --actors.bob.model {tiny_model}"

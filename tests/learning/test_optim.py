@@ -126,9 +126,7 @@ def test_state_of_another_optimizer_is_refused(tiny_model, tmp_path):
         )
 
 
-def test_a_new_run_starts_from_the_optimizer_of_another_with_its_own_weights(
-    tiny_model, sort_data, tmp_path
-):
+def test_a_new_run_starts_from_the_optimizer_of_another(tiny_model, sort_data, tmp_path):
     flags = "--algorithm sft --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"
     flags = words(flags, "--data.train", sort_data / "few.jsonl", "--model", tiny_model)
     first, rate = tmp_path / "first", words("--optim.lr 1e-2 --optim.max_grad_norm 0")
@@ -197,7 +195,7 @@ def test_an_optimizer_that_is_not_there_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_optimizer_state_is_small_and_goes_on_with_a_new_one(
+def test_a_checkpoint_without_optimizer_is_small_and_goes_on(
     tiny_model, sort_data, tmp_path, capsys
 ):
     flags = "--algorithm sft --tasks_per_step 4 --max_tokens 40 --max_prompt_tokens 24"

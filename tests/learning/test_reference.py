@@ -78,9 +78,7 @@ def test_every_and_decay_together_are_trls_sync_of_a_reference(tiny_model):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(
-    tiny_model, temperature
-):
+def test_a_renewed_reference_reads_by_its_own_weights(tiny_model, temperature):
     flags = f"--algo.kl_coef 0.1 --algo.reference_every 100 --sampling.temperature {temperature}"
     learner = make_learner(tiny_model, SGD, flags)
     learn(learner, SAMPLES, SAMPLES)
@@ -99,7 +97,7 @@ def test_a_renewed_reference_reads_by_its_own_weights_and_leaves_the_policys(
     assert (now - batch.ref_logprobs).abs().max() > 1e-3
 
 
-def test_an_actor_that_learns_seldom_renews_at_the_first_step_after_each_nth(tiny_model):
+def test_a_slow_actor_renews_at_the_first_step_after_each_nth(tiny_model):
     flags = "--algo.kl_coef 0.1 --algo.reference_every 3 --actors.policy.update_every 2"
     learner = make_learner(tiny_model, SGD, flags)
     renewed = []
@@ -166,7 +164,7 @@ def test_two_ranks_renew_a_reference_as_one_does(tmp_path, tiny_model):
             torch.testing.assert_close(weights(two)[name], weight, atol=2e-5, rtol=1e-4)
 
 
-def test_a_run_with_a_renewed_reference_goes_on_with_another_number_of_ranks(tmp_path, tiny_model):
+def test_a_renewed_reference_goes_on_with_other_ranks(tmp_path, tiny_model):
     (tmp_path / "ask.py").write_text(ASK)
     flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED["mean"])
     flags += words("--optim.name sgd --optim.lr 0.05")

@@ -127,7 +127,7 @@ def played(chat, *texts: str) -> Trajectory:
     )
 
 
-def test_the_teachers_prompt_stands_before_the_first_reply_and_the_rest_stays(chat):
+def test_the_teachers_prompt_stands_before_the_first_reply(chat):
     t = played(chat, "ab", "cd", "ef", "gh")
     t.teacher_ids = prompt_ids(chat, t, [{"role": "user", "content": "ab? it is cd"}], None)
     [each] = taught_samples(t, [1.0, 1.0], set(), ["x"], True)
@@ -167,7 +167,7 @@ def test_a_branch_that_shares_a_turn_keeps_it_as_context(chat):
     assert each.token_ids[each.loss_mask].tolist() == t.turns[1].completion.token_ids
 
 
-def test_without_a_teacher_an_episode_is_left_out_where_the_teacher_alone_says_what_is_good(chat):
+def test_an_episode_without_a_teacher_is_left_out(chat):
     t = played(chat, "ab", "cd")
     assert taught_samples(t, [1.0], set(), ["x"], True) == []
     for envs, is_alone in ((["x"], False), (["other"], True)):
@@ -330,9 +330,7 @@ def test_a_file_without_the_hook_is_refused(tmp_path):
         load_envs(parse_config([*flags, str(tmp_path / "none.py")]))
 
 
-def test_a_misspelled_hook_and_an_unknown_argument_are_refused_with_the_nearest(
-    tmp_path, tiny_model, env_of
-):
+def test_a_misspelled_hook_or_argument_names_the_nearest(tmp_path, tiny_model, env_of):
     with pytest.raises(
         ValueError, match="'teacher_prompts' is not a hook; did you mean 'teacher_p"
     ):

@@ -82,7 +82,7 @@ def test_without_the_deviation_and_with_the_other_episodes_alone():
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "group_norm", "group_norm_unbiased", "rloo"])
-def test_where_no_state_comes_again_and_with_coefficient_0_it_is_the_plain_advantage(kind):
+def test_states_that_never_recur_give_the_plain_advantage(kind):
     row = dataclasses.replace(HALF, advantage=kind)
     zero = [0.0] * 3
     off = dataclasses.replace(row, gigpo_coef=0.0)
@@ -100,7 +100,7 @@ def test_the_order_of_episodes_does_not_matter():
             assert row == pytest.approx(wanted[str(n)])
 
 
-def test_with_a_turn_discount_the_turns_own_advantage_takes_the_episodes_place():
+def test_a_turn_discount_takes_the_episodes_advantages_place():
     row = dataclasses.replace(HALF, advantage="group_mean", turn_discount=1.0)
     returns = [1, 1, 0, 0, 1, 1, 1]
     mean = statistics.mean(returns)

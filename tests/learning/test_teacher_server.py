@@ -239,9 +239,7 @@ def test_a_run_learns_from_a_server(tmp_path, tiny_model, served):
     assert len(kls) == 2 and min(kls) > 0
 
 
-def test_a_server_that_is_not_there_or_reads_other_text_is_refused_at_the_start(
-    tiny_model, served, monkeypatch
-):
+def test_a_missing_or_different_server_is_refused_at_the_start(tiny_model, served, monkeypatch):
     server, url = served
 
     def check(flag: str) -> None:

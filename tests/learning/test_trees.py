@@ -116,7 +116,7 @@ def test_padded_rows_of_a_tree_are_its_samples():
         assert batch.input_ids[row[row >= 0]].tolist() == each.token_ids[:-1].tolist()
 
 
-def test_shared_tokens_go_to_the_experts_of_the_first_sample_that_read_them(made_once):
+def test_shared_tokens_go_to_the_first_samples_experts(made_once):
     folder = made_once("family_qwen3_moe", lambda folder: make_family(folder, "qwen3_moe"))
     learner = make_learner(folder, "--algorithm grpo --actors.policy.router_replay true")
     samples, shape = forest(3), (2, 2)
@@ -199,7 +199,7 @@ def test_what_a_unit_saves_is_what_neighbours_have_in_common():
     assert [unit.num_tokens for unit in units] == [52, 52, 32, 200]
 
 
-def test_a_unit_that_saves_too_little_is_halved_and_its_second_half_begins_after_the_first():
+def test_a_unit_that_saves_too_little_is_halved():
     """Four samples of 100 tokens that are read begin with 12 equal ones. To share these saves less
     than a tenth. The last two begin with 60 equal ones."""
     trunk = list(range(12))

@@ -154,9 +154,7 @@ def test_a_step_is_what_the_formulas_say(name, tiny_model):
     )
 
 
-def test_dr_grpos_constant_counts_the_tokens_of_all_turns_that_the_environment_allows(
-    places, tmp_path
-):
+def test_dr_grpos_constant_counts_the_tokens_of_all_turns(places, tmp_path):
     flags = words(
         "--model {model} --env_path {dir}/ask.py --algorithm dr_grpo --num_steps 1".format(
             **places

@@ -85,9 +85,7 @@ def test_a_tensor_of_the_engine_that_is_not_the_learners_stops_the_run(
     assert "learn/policy/canary_max_diff" not in metrics(tmp_path / "off")[0]
 
 
-def test_an_engine_that_computes_otherwise_with_the_learners_own_weights_is_found(
-    tiny_model, tmp_path, monkeypatch, capsys
-):
+def test_an_engine_that_computes_otherwise_is_found(tiny_model, tmp_path, monkeypatch, capsys):
     assert main(flags_of(tiny_model, tmp_path / "healthy")) == 0
     assert not largest(tmp_path / "healthy"), "no step knows more of it than another"
     sample = kv_slots.sample_tokens

@@ -63,7 +63,7 @@ def test_tasks_are_drawn_by_weight_and_never_those_of_weight_0():
     assert pairs / 1500 == pytest.approx(5 / 8 * 1 / 3, abs=0.04)
 
 
-def test_no_task_comes_twice_before_all_with_a_weight_came_once_and_any_number_can_be_asked_alone():
+def test_every_weighted_task_comes_before_one_comes_twice():
     weights = [float(n % 7) for n in range(3000)]
     tasks, can = weighted(weights), sum(n % 7 > 0 for n in range(3000))
     result = rows_drawn(tasks, 0, 2 * can)

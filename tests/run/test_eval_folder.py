@@ -51,7 +51,7 @@ def test_episodes_are_those_of_their_task_and_their_way_of_drawing(tmp_path):
     assert rewards(cell, played("sampled/e", 1, 0.0)) is None
 
 
-def test_a_group_with_a_failed_episode_is_played_again_and_the_last_one_counts(tmp_path):
+def test_a_failed_group_is_played_again_and_counts_last(tmp_path):
     group = played("greedy/e", 0, 0.0, status="failed")
     cell_of_folder = EvalFolder(tmp_path, parse_config(words(FLAGS))).cell
     cell_of_folder("m", "e", {}, {}).add(group)
@@ -119,7 +119,7 @@ def test_each_flag_is_compared_or_cannot_change_an_evaluation():
     assert known_flags().keys() == free ^ compared
 
 
-def test_another_model_is_added_with_flags_that_do_not_change_an_evaluation(tmp_path):
+def test_added_models_leave_an_evaluation_as_it_is(tmp_path):
     EvalFolder(tmp_path, parse_config(words(FLAGS)))
     for flags in (
         "--algo.clip_high 0.3 --eval_every 5 --optim.lr 1 --learner.epochs 2 --critic.lr 1",

@@ -30,7 +30,7 @@ def called_hooks() -> set[str]:
     return names
 
 
-def test_every_hook_that_is_called_is_one_of_a_plugin_and_keeps_its_arguments():
+def test_every_called_hook_is_a_plugins_with_its_arguments():
     called = called_hooks()
     assert {"before_learn", "after_step", "on_episodes"} <= called <= HOOKS
     for file in PLUGIN_FILES:

@@ -141,7 +141,7 @@ def test_what_goes_wrong_is_told_when_it_begins_and_once(rows, says, tmp_path):
     assert warned(rows, tmp_path) == says
 
 
-def test_each_actor_is_warned_of_and_a_run_that_goes_on_knows_what_was_told(tmp_path):
+def test_each_actor_is_warned_of_once_in_resumed_runs_too(tmp_path):
     flags = "--model m --env_path e.py --out o --group_size 4 --max_tokens 512"
     config = parse_config(words(flags))
     both = [row(reward_mean=n, truncated_frac=0.5) for n in range(8)]
@@ -243,9 +243,7 @@ def test_what_programs_set_and_the_run_decides_is_told_once_for_each_name(tmp_pa
     assert "--agents.response_format enforce" in texts[2] and "chat_template FILE" in texts[3]
 
 
-def test_each_reason_of_failed_episodes_is_told_once_with_its_count_also_by_a_run_that_goes_on(
-    places, tmp_path, capsys
-):
+def test_each_failure_is_told_once_with_its_count(places, tmp_path, capsys):
     (tmp_path / "env.py").write_text(FAILING)
     flags = words(
         "--model",

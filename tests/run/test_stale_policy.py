@@ -180,7 +180,7 @@ def test_a_run_without_them_has_nothing_of_it_and_can_go_on_with_them(talk, tmp_
     assert versions == [{1}, {1, 2}], "the older weights are the newest at first"
 
 
-def test_what_older_weights_said_is_corrected_unless_the_run_says_otherwise(talk, tmp_path):
+def test_older_weights_are_corrected_by_default(talk, tmp_path):
     norms = {}
     for name, more in {
         "default": "",
@@ -241,9 +241,7 @@ def whole_run(talk, tmp_path_factory):
 
 
 @pytest.mark.parametrize("setup", PLACES)
-def test_a_turn_that_an_update_interrupts_goes_on_with_the_weights_of_its_engine(
-    setup, whole_run, tiny_model
-):
+def test_an_interrupted_turn_goes_on_with_its_engines_weights(setup, whole_run, tiny_model):
     out = whole_run(setup)
     models = models_of(out, tiny_model, 5)
     interrupted, spoken = set(), []
@@ -272,7 +270,7 @@ def test_a_turn_that_an_update_interrupts_goes_on_with_the_weights_of_its_engine
     assert {(1, 2), (2, 3), (0, 0), (0, 3)} <= interrupted
 
 
-def test_engines_on_ranks_of_their_own_give_what_they_give_in_turn_with_a_learner(whole_run):
+def test_engines_on_own_ranks_equal_engines_in_turn(whole_run):
     one, other = (whole_run(setup) for setup in PLACES)
     for a, b in zip(steps(one), steps(other), strict=True):
         names = {name for name in a if not name.startswith(("time/", "pack/"))}

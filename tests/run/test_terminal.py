@@ -253,9 +253,7 @@ def test_the_time_left_has_evaluations_and_saves(step, num_steps, eval_every, sa
     assert time_left(step, config, 2.0, {}) == timedelta(seconds=2 * (num_steps - step))
 
 
-def test_a_run_ends_with_its_time_its_scores_before_and_after_and_how_to_look_at_it(
-    flags_of, tmp_path, capsys
-):
+def test_a_run_ends_with_its_time_and_scores(flags_of, tmp_path, capsys):
     resumed = "--num_steps 5 --resume true"
     for more, end in (("--num_steps 4", "4 of 4"), (resumed, "5 of 5")):
         since = r" \(from step 4\)" if more == resumed else ""
@@ -299,7 +297,7 @@ def test_a_run_that_a_signal_ended_says_how_it_goes_on(
     assert json.loads((tmp_path / "run/end.json").read_text()) == end
 
 
-def test_what_a_run_measured_before_and_after_is_its_evaluations_or_means_of_its_steps():
+def test_before_and_after_are_evaluations_or_means_of_steps():
     steps = [
         {"step": n, "rollout/bob/reward_mean": float(n), "learn/bob/loss": 0.5} for n in range(1, 6)
     ]

@@ -57,7 +57,7 @@ def worker_of(run, timeout_s: float = 20.0, width: int = 8) -> RolloutWorker:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(max_staleness):
+def test_no_step_takes_groups_that_are_too_old_or_taken(max_staleness):
     chance, begun = random.Random(max_staleness), []
 
     async def run(number):
@@ -88,7 +88,7 @@ def test_no_step_takes_what_is_older_than_allowed_and_every_group_is_taken_once(
     )
 
 
-def test_an_error_in_a_group_reaches_the_step_and_waiting_for_other_ranks_ends():
+def test_an_error_in_a_group_reaches_the_step():
     async def fails(number):
         raise RunError("the engine died")
 

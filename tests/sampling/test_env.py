@@ -527,7 +527,7 @@ print("done", flush=True)
 """
 
 
-def test_hanging_hooks_stop_neither_other_hooks_nor_the_exit_of_the_interpreter():
+def test_hanging_hooks_stop_no_other_hook_and_no_exit():
     done = subprocess.run(
         [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=100, cwd=ROOT
     )
@@ -546,7 +546,7 @@ def reward_fn():
 """
 
 
-def test_hooks_have_16_threads_and_time_in_their_queue_is_not_time_in_a_hook(env_of):
+def test_hooks_have_16_threads_and_queues_cost_no_time(env_of):
     played = run(env_of(RUNNING, hook_timeout_s=1.0), cast(policy="a"), group_size=250)
     assert {t.status for t in played} == {"ok"}
     assert 1 < max(t.reward for t in played) <= 16
@@ -599,7 +599,7 @@ def test_deadlines_stand_still_while_the_event_loop_is_blocked():
     assert asyncio.run(main()) == "done"
 
 
-def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(env_of, capfd):
+def test_check_names_an_async_hook_that_blocks_the_loop(env_of, capfd):
     env_of("""
         import time
         works = [1]
@@ -630,9 +630,7 @@ def test_an_async_hook_that_blocks_the_loop_is_named_with_its_line_by_check_too(
          r"system_prompts\['bob'\] asks for 'anwser'"),
     ],
 )  # fmt: skip
-def test_an_argument_that_is_neither_ours_nor_a_column_of_every_row_is_refused(
-    env_of, code, rows, match
-):
+def test_an_argument_that_is_no_column_is_refused(env_of, code, rows, match):
     with pytest.raises(ValueError, match=match):
         check_columns(env_of(code), rows, [("a.jsonl", 3)])
 

@@ -250,7 +250,7 @@ def test_hooks_see_one_transcript_with_names(env_of):
     assert talk(one(trajectories, "alice").messages) == ["u:2+2\n\nB\n\nnext", "a:A"]
 
 
-def test_system_prompts_are_templates_over_the_columns_and_replace_the_rows_own(env_of):
+def test_system_prompts_are_templates_over_columns(env_of):
     env = env_of("""
         turns = "bob -> alice"
         system_prompts = {"bob": "You know {{ answer }}{% if hint is defined %}!{% endif %}."}
@@ -290,7 +290,7 @@ def test_all_episodes_of_a_group_have_one_order_and_groups_differ(env_of):
     assert len({min(drawn) for drawn in orders.values()}) > 2
 
 
-def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_of):
+def test_max_turns_ends_a_function_that_yields_for_ever(env_of):
     env = env_of("""
         def turns(task, answer):
             yield "alice"
@@ -312,7 +312,7 @@ def test_turns_may_be_a_function_that_yields_for_ever_and_max_turns_ends_it(env_
 # Rewards
 
 
-def test_a_hook_that_names_actor_is_called_for_each_that_learns_and_others_give_one_value_to_all(
+def test_a_hook_that_names_actor_is_called_for_each_learner(
     env_of,
 ):
     env = env_of("""
@@ -370,7 +370,7 @@ def test_rewards_of_interact_stand_on_the_turns_that_they_follow(env_of):
     assert one(run(env_of("def reward_fn(): return 1"), cast(bob="B"))).turn_rewards == []
 
 
-def test_a_cut_turn_ends_the_episode_for_all_and_may_have_a_reward_of_its_own(env_of):
+def test_a_cut_turn_ends_the_episode_with_its_own_reward(env_of):
     code = "turns = 'bob -> alice -> bob'\ndef reward_fn(): return 1\n"
     for more, reward, parts in (
         ("", 1.0, {"reward_fn": 1.0}),
@@ -637,9 +637,7 @@ def test_a_conversation_without_room_gives_an_empty_truncated_reply(env_of):
         ("raise RuntimeError", r"rollout\(\) failed for task train/0: x\.py:4: RuntimeError"),
     ],
 )  # fmt: skip
-def test_what_is_no_trajectory_is_a_failed_episode_with_its_reason_and_all_that_was_said(
-    env_of, body, match
-):
+def test_what_is_no_trajectory_fails_its_episode_with_a_reason(env_of, body, match):
     env = env_of(f"""
         import asyncio
         async def rollout(task, actors):

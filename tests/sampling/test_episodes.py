@@ -211,7 +211,7 @@ def test_conversations_of_one_episode_differ_by_what_each_earned():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_of_a_groups_only_episode_are_compared_with_each_other(kind):
+def test_conversations_of_a_lone_episode_are_compared(kind):
     rewards, custom = [1.0, 0.0, 0.25], lambda r: [x - max(r) for x in r]
     alone = group_advantages(rewards, kind, custom, [0, 0, 0], [1 / 3] * 3)
     assert alone == pytest.approx(group_advantages(rewards, kind, custom)) and alone != [0.0] * 3

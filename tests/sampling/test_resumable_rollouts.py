@@ -105,7 +105,7 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
         assert all(is_start(*pair) for pair in zip(turns, played[key], strict=False)), key
 
 
-def test_a_checkpoint_without_what_was_under_way_has_its_tasks_played_again(flags, tmp_path):
+def test_a_checkpoint_without_open_tasks_plays_them_again(flags, tmp_path):
     out = run(tmp_path / "run", flags, "--deterministic true")
     checkpoint = back_to_step_2(out)
     [file] = checkpoint.glob("under_way*")

@@ -92,7 +92,7 @@ def test_256_conversations_at_once_end_whatever_their_hooks_do(env_of):
             assert (t.status, t.reward) == ("ok", 2.0)
 
 
-def test_seeds_and_orders_differ_by_turn_episode_task_step_and_run_and_repeat_exactly(env_of):
+def test_seeds_differ_by_place_and_repeat_exactly(env_of):
     env = env_of("turns = '(bob/alice)*6'\ndef reward_fn(messages): return 1")
 
     def played(**which):

@@ -53,7 +53,7 @@ def test_a_star_is_any_actor_and_times_are_inclusive():
     assert lengths.keys() == {0, 1, 2, 3} and min(lengths.values()) > 60
 
 
-def test_the_same_seed_gives_the_same_order_and_no_global_generator_is_touched():
+def test_a_seed_repeats_the_order_and_no_global_generator():
     state = random.getstate()
     text = "bob -> alice -> (bob/alice/carol)*5 -> (* -> bob*(0..4))*3"
     tree = parse_schedule(text, ACTORS)

@@ -270,7 +270,7 @@ def test_time_in_which_no_core_is_free_does_not_count():
     made.close()
 
 
-def test_a_warm_process_that_is_killed_is_replaced_and_its_programs_are_run_again():
+def test_a_killed_warm_process_is_replaced():
     made = Sandbox()
 
     async def kill_while_busy():
@@ -472,7 +472,7 @@ def test_the_environment_of_the_docs_works_and_is_short(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_thousand_programs_at_once_lose_no_result_and_twenty_thousand_no_memory(sandbox):
+def test_a_thousand_programs_lose_no_result_and_no_memory(sandbox):
     async def one(n):
         observed = await sandbox.run(
             f"def f(x): return x + {n}",

@@ -183,7 +183,7 @@ def test_the_command_says_where_system_calls_are_not_filtered(closed, capsys):
     assert ("without seccomp" in capsys.readouterr().out) == (not closed.has_seccomp)
 
 
-def test_a_program_names_no_owner_of_its_descriptors_who_would_get_their_signals(filtered):
+def test_a_program_sets_no_owner_of_its_descriptors(filtered):
     observed = run(filtered, OWNERS)
     assert (observed.stdout.split(), observed.stderr) == (["refused"] * 4, "")
 
@@ -197,7 +197,7 @@ for name, *arguments in CALLS:
 """
 
 
-def test_a_program_reaches_no_system_v_memory_queue_or_semaphore_of_the_host_by_its_number(
+def test_a_program_reaches_no_queue_or_semaphore_of_the_host(
     filtered,
 ):
     libc = ctypes.CDLL(None)

@@ -337,7 +337,7 @@ def test_an_episode_waits_for_a_worker_with_room(host_of):
     assert len({body["session_id"] for verb, body in host.seen[1:4]}) == 3
 
 
-def test_200_episodes_share_the_places_of_a_server_that_closes_idle_connections(host_of):
+def test_200_episodes_share_a_server_that_closes_connections(host_of):
     host, env = host_of("controller")
     host.places = 20
     row = {"prompt": "db 0", "index": 0}

@@ -197,7 +197,7 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
     play(worker_of(code, hook_timeout_s=1.0), script, Player)
 
 
-def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned_it_asks_no_more():
+def test_a_returned_hook_asks_no_more_and_waits_cost_no_time():
     async def count() -> list[float]:
         call, now_s, own_s = actors.HookCall(asyncio.sleep(0), actors.Asks(CAST)), 0.0, []
         call.loop = type("Clock", (), {"time": lambda _: now_s})()
@@ -214,7 +214,7 @@ def test_a_hooks_own_time_is_that_in_which_no_ask_waits_and_once_it_has_returned
     assert asyncio.run(count()) == [1, 1, 1, 1, 3, 3, 7]
 
 
-def test_a_hook_that_gives_up_an_ask_goes_on_and_a_session_that_is_cancelled_ends_it(
+def test_a_cancelled_session_ends_a_hook_that_gave_up_an_ask(
     worker_of,  # noqa: F811
     monkeypatch,
 ):

@@ -175,7 +175,7 @@ def test_a_session_has_a_network_if_its_file_asks_for_one(serve):
     assert "00000000" in [line.split()[1] for line in routes.splitlines()[1:]]  # a way out
 
 
-def test_who_takes_too_much_memory_or_too_many_processes_ends_its_session_alone(serve):
+def test_too_much_memory_or_too_many_processes_end_one_session(serve):
     service = serve()
     greedy, many, other = service.begin(), service.begin(), service.begin()
     code, why = service.refused(
@@ -226,7 +226,7 @@ def test_a_container_is_removed_when_its_session_expires(serve):
     )
 
 
-def test_containers_of_a_killed_worker_are_removed_by_themselves_or_by_the_next(serve):
+def test_containers_of_a_killed_worker_are_removed(serve):
     service = serve()
     for session in [service.begin() for _ in range(3)][:2]:
         service.hang(session, 1)

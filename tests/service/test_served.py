@@ -1064,7 +1064,7 @@ def test_a_request_without_a_number_is_not_sent_again(divided):
         asyncio.run(ask())
 
 
-def test_sessions_are_renewed_while_nobody_asks_and_end_with_what_holds_them(service):
+def test_silent_sessions_are_renewed_and_end_with_their_holder(service):
     async def wait() -> str:
         playing = await Playing(service.url("count")).start()
         await asyncio.sleep(7)  # it would expire after 5
@@ -1158,7 +1158,7 @@ print(held.name, "torch" in sys.modules)
     wait_until(lambda: roomy.num_open() == 0, "its session ends")
 
 
-def test_a_wrong_token_is_refused_at_once_and_two_ranks_share_a_service_without_telling_it(
+def test_two_ranks_share_a_service_and_a_wrong_token_is_refused(
     examples, tiny_model, tmp_path, monkeypatch
 ):
     (tmp_path / "wrong").write_text("another")
@@ -1257,9 +1257,7 @@ def test_a_service_that_starts_after_its_run_is_waited_for_and_named_once(
     proxy.end()
 
 
-def test_a_service_that_was_there_and_went_is_waited_for_and_named_once_it_is_missed(
-    service, monkeypatch, capfd
-):
+def test_a_service_that_went_is_named_once_it_is_missed(service, monkeypatch, capfd):
     monkeypatch.setattr(connection, "NOWHERE_S", 0.2)
     proxy, output = Cutting(service.address, every_s=600), []
     url = f"grpc://{proxy.address}/count"

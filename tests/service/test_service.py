@@ -539,7 +539,7 @@ def test_what_a_stranger_sends_is_not_read_into_memory(service):
     assert peak_mib() - before < 60
 
 
-def test_the_token_stands_in_no_command_line_output_or_environment_of_workers(service):
+def test_the_token_stands_in_no_command_output_or_environment(service):
     server = psutil.Process(service.process.pid)
     workers = server.children(recursive=True)
     lines = [" ".join(process.cmdline()) for process in (server, *workers)]
@@ -735,7 +735,7 @@ time.sleep(600)
 """
 
 
-def test_sessions_of_a_client_that_was_killed_expire_and_give_their_room_back(counter):
+def test_a_killed_clients_sessions_expire_and_make_room(counter):
     """It holds all the room that there is, and renews its sessions while it lives."""
     with serving(counter, "--port", 0, "--workers", 1, "--capacity", 2, "--idle_s", 1) as service:
         command = [sys.executable, "-c", HOLDS, f"grpc://{service.address}/counter"]

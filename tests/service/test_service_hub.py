@@ -69,7 +69,7 @@ async def listening(hub: Hub, address: str, token: str = "") -> AsyncIterator[in
         await server.stop(0)
 
 
-def test_a_client_with_too_many_open_requests_is_refused_until_some_are_answered(monkeypatch):
+def test_a_client_with_too_many_open_requests_is_refused(monkeypatch):
     monkeypatch.setattr(hub_module, "PENDING", 4)
 
     async def ask() -> list[list[tuple[int, int]]]:
@@ -112,7 +112,7 @@ def test_a_client_with_too_many_open_requests_is_refused_until_some_are_answered
     ]
 
 
-def test_a_start_that_is_given_up_in_the_tick_in_which_it_is_granted_gives_its_room_to_the_next():
+def test_a_start_given_up_when_granted_gives_its_room_on():
     async def play() -> tuple[int, list[int]]:
         hub = Hub()
         link = linked(hub, "a", beat(sessions=1))

@@ -333,7 +333,7 @@ def test_check_ends_where_a_hook_holds_the_interpreter(tmp_path):
     assert process.returncode == 1 and 'held.py", line 3 in reward_fn' in errors
 
 
-def test_json_holds_each_environments_outcomes_and_nothing_that_hooks_print(tmp_path, capsys):
+def test_json_holds_outcomes_and_nothing_that_hooks_print(tmp_path, capsys):
     (tmp_path / "x.py").write_text(
         "def load_tasks(split): return [{'prompt': 'a', 'answer': 'b'}]\n"
         "def reward_fn(completion, answer):\n    print('heard', completion)\n"

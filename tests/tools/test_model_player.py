@@ -263,9 +263,7 @@ def test_a_model_that_fails_leaves_the_others_their_scores(places, tmp_path, cap
 # Collect
 
 
-def test_collected_episodes_are_read_by_sft_and_continue_where_they_stopped(
-    places, tmp_path, capsys
-):
+def test_sft_reads_collected_episodes_and_continues_them(places, tmp_path, capsys):
     out = tmp_path / "out"
     command = [
         "collect",

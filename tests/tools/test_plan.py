@@ -199,9 +199,7 @@ def test_the_engines_cache_holds_every_episode_in_flight(flags):
     )
 
 
-def test_the_command_prints_parameters_tokens_and_memory_and_starts_nothing(
-    flags, tmp_path, capsys
-):
+def test_the_command_prints_sizes_and_starts_nothing(flags, tmp_path, capsys):
     assert main(["plan", *flags, "--learner.offload", "phase"]) == 0
     shown = capsys.readouterr().out
     assert "4 rows to train on" in shown and "100 of 4 rows: 100 epochs" in shown

@@ -69,9 +69,7 @@ def test_a_replayed_step_has_the_loss_and_gradient_norm_that_were_recorded(
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo --critic.lr 1e-2"])
-def test_another_objective_begins_with_the_weights_and_the_optimizer_of_the_run(
-    algorithm, places, tmp_path, capsys
-):
+def test_another_objective_begins_with_the_runs_weights(algorithm, places, tmp_path, capsys):
     flags = (
         ASK.format(**places)
         + f" --actors.policy.optim.lr 3e-3 --algorithm {algorithm} --learner.epochs 2"

@@ -325,7 +325,7 @@ def test_trajectories_that_no_run_writes_are_skipped_and_the_others_shown(run):
 # The report
 
 
-def test_a_report_of_500_steps_is_below_a_megabyte_and_says_what_it_leaves_out(run):
+def test_a_report_of_500_steps_is_below_a_megabyte(run):
     names = [f"learn/policy/{n}" for n in range(100)]
     write_metrics(
         run.path, [{"step": step} | dict.fromkeys(names, (step + 1) / 7**5) for step in range(500)]

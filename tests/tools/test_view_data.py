@@ -64,7 +64,7 @@ def test_a_resumed_run_is_read_anew_where_its_files_are_as_long_as_before(run):
     assert {e.reward for e in matching(run.entries, kind="train")} == {3.0} and run.revision == 2
 
 
-def test_rollouts_are_read_newest_first_and_each_once_however_often_the_time_ends(run):
+def test_rollouts_are_read_newest_first_and_once(run):
     for step in (999_999, 1_000_000):
         write_step(run.path, step, [trajectory(step)])
     assert [(run.refresh(-1.0), len(run.entries)) for _ in range(5)] == [
@@ -93,7 +93,7 @@ def test_calls_of_tools_are_searched(run):
     assert [e.step for e in run.search("malmö", run.entries)] == [2]
 
 
-def test_an_advantage_is_over_the_episodes_of_one_actor_seat_environment_and_step(run):
+def test_an_advantage_is_over_an_actors_seat_and_step(run):
     def row(n, reward, **more):
         return trajectory(n, group_id="g", reward=reward, **more)
 
@@ -155,7 +155,7 @@ def test_each_token_has_its_own_logprob_and_version(run, tiny_model):
 # The server and the page
 
 
-def test_a_live_run_gives_only_new_rows_and_keeps_all_panels_and_definitions(run):
+def test_a_live_run_gives_new_rows_and_keeps_its_panels(run):
     write_metrics(run.path, [{"step": 2, "learn/policy/grad_norm": 0.123456}], "a")
     _, (_, text) = answers(run.path, (NEW, {}), ("/api/0/new?revision=0&rows=1&entries=5", {}))
     news = json.loads(text)
@@ -241,7 +241,7 @@ def test_a_report_of_text_that_is_all_markup_is_small_too(run):
     assert len(data["report"][0]["news"]["entries"]) == len(data["report"][0]["episodes"]) > 1
 
 
-def test_a_report_has_the_first_and_the_last_step_and_no_tokens_of_long_episodes(run):
+def test_a_report_has_first_and_last_step_and_few_tokens(run):
     for step in range(2, 21):
         write_step(run.path, step, [trajectory(0, turns=[said(3000 if step == 20 else 2)])])
     [ours] = report_of(run.path)["report"]

@@ -118,9 +118,7 @@ def picture(page, folder: Path, name: str) -> None:
     page.screenshot(path=folder / f"{name}.png")
 
 
-def test_a_finished_run_loads_and_its_conversations_are_filtered_and_opened(
-    game, serve, page_of, tmp_path
-):
+def test_a_finished_run_loads_and_opens_its_conversations(game, serve, page_of, tmp_path):
     page = page_of(serve(game))
     page.wait_for_selector("[data-title=evaluation] .u-legend")
     assert shown(page, "[data-title=reward] .u-series .u-value") == ["2", "0.5"]
@@ -224,9 +222,7 @@ def test_each_filter_and_order_does_what_it_says(tmp_path, serve, page_of, monke
     count(page, "5 of 5 ")
 
 
-def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_steps_come(
-    tmp_path, serve, page_of
-):
+def test_each_conversation_has_an_address_and_stays_open(tmp_path, serve, page_of):
     (tmp_path / "r/rollouts").mkdir(parents=True)
     conversations = [trajectory(0, reward=reward) for reward in (0.25, 0.5, 0.75)]
     write_trajectories(tmp_path / "r/rollouts/step_000005.jsonl.zst", conversations)
@@ -240,9 +236,7 @@ def test_each_conversation_of_an_episode_has_its_address_and_stays_open_when_ste
     other.locator("#reader .facts", has_text="reward 0.5").wait_for()
 
 
-def test_an_address_opens_the_same_conversation_after_new_steps_and_in_another_viewer(
-    game, serve, page_of
-):
+def test_an_address_opens_its_conversation_in_another_viewer(game, serve, page_of):
     page = page_of(serve(game) + "#talks")
     open_filters(page)
     page.locator("#talks form [name=step]").fill("1")
@@ -558,9 +552,7 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
     has(page, ".live", 0)
 
 
-def test_what_is_missing_cut_short_or_removed_is_told_and_the_rest_is_shown(
-    game, tmp_path, serve, page_of
-):
+def test_missing_parts_are_told_and_the_rest_is_shown(game, tmp_path, serve, page_of):
     other = tmp_path / "other"
     shutil.copytree(game, other)
     (other / "metrics.jsonl").unlink()
@@ -618,9 +610,7 @@ def test_a_run_on_a_slow_disk_holds_up_neither_its_curves_nor_other_runs(
     count(page, "64 of 64")
 
 
-def test_runs_of_different_length_and_kind_show_each_its_own_last_values_and_are_chosen(
-    game, tmp_path, serve, page_of
-):
+def test_different_runs_show_their_own_last_values(game, tmp_path, serve, page_of):
     tuned = tmp_path / "deep/tuned"
     tuned.mkdir(parents=True)
     write_metrics(
@@ -706,9 +696,7 @@ def test_a_curve_that_hardly_changes_is_a_flat_line(tmp_path, serve, page_of):
         assert (low, high) == pytest.approx(axis_range(values), rel=1e-9), title
 
 
-def test_runs_are_overlaid_smoothed_on_log_axes_and_their_settings_compared(
-    game, tmp_path, serve, page_of
-):
+def test_runs_are_overlaid_smoothed_and_compared(game, tmp_path, serve, page_of):
     odd = {"learn/ann/clip_frac": 0.0, "learn/ann/lr": 1e300}
     rows = [
         {"step": step, "rollout/ann/reward_mean": float(step == 24)} | odd for step in range(3, 25)

@@ -387,9 +387,7 @@ def test_groups_have_a_row_and_a_column_of_advantages(tmp_path, serve, page_of):
     has(page, "#list .group", 0)
 
 
-def test_environments_have_charts_of_their_own_with_a_colour_for_each_curve(
-    tmp_path, serve, page_of
-):
+def test_environments_have_charts_with_a_colour_for_each_curve(tmp_path, serve, page_of):
     means = [f"rollout/policy/{env}reward_mean" for env in ("", "a/", "b/")]
     names = [*means, *(f"eval/{env}/{name}" for env in "ab" for name in ("avg@4", "pass@4"))]
     for seed in (0, 1):
