@@ -1037,8 +1037,8 @@ def test_a_cut_connection_does_nothing_twice(verb, side, divided, files):
     before = hub.num_completed()
     if verb == "answer":
         local, served = (
-            play(load_env(path), [], actors=speakers(how))
-            for path, how in (
+            play(load_env(path), [], actors=speakers(acts))
+            for path, acts in (
                 (str(files / "asking.py"), lambda turn: None),
                 (f"grpc://{address}/asking", act),
             )
