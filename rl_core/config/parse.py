@@ -7,6 +7,7 @@ config = parse_config(["--model", "m", "--data.train", "rows.jsonl", "--env_path
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from rl_core.config.actors import OWN_SECTIONS, ActorConfig, LoraConfig
 from rl_core.config.config import Config
 from rl_core.config.data import EnvConfig
-from rl_core.config.flag_parsing import answer, flags_in, is_table, typed, unknown, validated
+from rl_core.config.flag_parsing import flags_in, is_table, typed, validated
 from rl_core.config.rules import check
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def given_flags(argv: list[str]) -> list[tuple[str, JSON]]:
         elif flags and flags[-1][1] is True:
             flags[-1] = flags[-1][0], arg
         else:
+            from rl_core.config.flag_errors import answer
+
             near = answer(name, known_flags())
             raise ValueError(f"argument {arg!r} has no flag before it; write --name value; {near}")
     return flags
@@ -164,12 +167,18 @@ def add(sections: JSONObject, tree: JSONObject, prefix: str = "", parent: str = 
             kind = flags[known][1].type
             assert not isinstance(kind, str), kind
             if isinstance(value, dict) and not takes_table(known, kind):
-                raise unknown(f"{name}.{next(iter(flat(value)), '')}", flags)
+                raise unknown_flag(f"{name}.{next(iter(flat(value)), '')}", flags)
             tree[str(key)] = typed(name, value, kind)
         elif value is None or isinstance(value, dict):
             add(value or {}, tree.setdefault(str(key), {}), f"{name}.", f"{known}.")
         else:
-            raise unknown(name, flags, value)
+            raise unknown_flag(name, flags, value)
+
+
+def unknown_flag(name: str, flags: Iterable[str], value: object = None) -> ValueError:
+    from rl_core.config.flag_errors import unknown
+
+    return unknown(name, flags, value)
 
 
 def takes_table(name: str, kind: object) -> bool:

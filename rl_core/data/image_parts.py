@@ -3,7 +3,6 @@ text, which copies of a message share and JSON can hold."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -99,6 +98,13 @@ def load_images(trajectory: JSONObject, folder: Path) -> None:
             trajectory[key] = loaded
 
 
+def has_image_tokens(trajectory: Trajectory) -> bool:
+    for turn in trajectory.turns:
+        if turn.images or min([*turn.new_ids, *turn.completion.token_ids], default=0) < 0:
+            return True
+    return False
+
+
 def set_images(trajectory: Trajectory) -> None:
     """Sets the images of turns from the messages, which alone have them on disk and between
     processes. Raises ValueError if an image of a turn is in no message."""
@@ -119,23 +125,9 @@ def with_stored_images(text: str, folder: Path) -> str:
     paths are relative to `folder`, as those of rows are."""
     if URL_START not in text:
         return text
+    from rl_core.data.images import store_image
 
-    import base64
-
-    from rl_core.data.images import key_of
-
-    def stored(match: re.Match[str]) -> str:
-        url = match[1]
-        name = f"images/{key_of(url):016x}.{url[11:].partition(';')[0]}"
-        file = folder / name
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            scratch = file.with_name(f".{file.name}.{os.getpid()}")
-            scratch.write_bytes(base64.b64decode(url.partition(",")[2]))
-            os.replace(scratch, file)
-        return f'"image": "{name}"'
-
-    return STORED_URL.sub(stored, text)
+    return STORED_URL.sub(lambda match: f'"image": "{store_image(match[1], folder)}"', text)
 
 
 def is_image_url(value: JSON) -> bool:

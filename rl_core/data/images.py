@@ -14,6 +14,7 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -235,6 +236,18 @@ def png_of(value: object) -> bytes:
 def decoded_image(image: InputImage) -> Image.Image:
     """The pixels of an image, in RGB."""
     return opened(base64.b64decode(image.url.partition(",")[2])).convert("RGB")
+
+
+def store_image(url: str, folder: Path) -> str:
+    """Writes the image of a canonical part to folder/images, once; returns its name in `folder`."""
+    name = f"images/{key_of(url):016x}.{url[11:].partition(';')[0]}"
+    file = folder / name
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_name(f".{file.name}.{os.getpid()}")
+        scratch.write_bytes(base64.b64decode(url.partition(",")[2]))
+        os.replace(scratch, file)
+    return name
 
 
 def small_copy(data: bytes, longest: int) -> str:

@@ -326,20 +326,21 @@ class TokenConversation(Conversation):
         """The turn as a message, with the text of a message that it continues."""
         self.history, self.prefix = without_prefix(self.history)
         if self.tools:
-            read = self.chat_format.tool_calls.read
-            self.calls, has_failed = read(
-                completion, self.num_replies, self.tools, self.stream.rendered
-            )
-            self.metrics["tool_parse_failed"] += has_failed
-        if self.calls and self.prefix:
-            # read() strips the text before the calls.
-            space = completion.text[: -len(completion.text.lstrip())]
-            self.calls["content"] = self.prefix + space + self.calls["content"]
+            self._read_calls(completion, self.tools)
         self.opening = ""
         if completion.finish_reason == "length":
             self.opening = unclosed_mark(self.stream.rendered, completion.text)
         text = self.prefix + self.opening + completion.text
         return self.calls or {"role": "assistant", "content": text}
+
+    def _read_calls(self, completion: Completion, tools: list) -> None:
+        read = self.chat_format.tool_calls.read
+        self.calls, has_failed = read(completion, self.num_replies, tools, self.stream.rendered)
+        self.metrics["tool_parse_failed"] += has_failed
+        if self.calls and self.prefix:
+            # read() strips the text before the calls.
+            space = completion.text[: -len(completion.text.lstrip())]
+            self.calls["content"] = self.prefix + space + self.calls["content"]
 
     def accepts(self, messages: Sequence[Message]) -> bool:
         with suppress(ValueError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rl_core.config import RolloutConfig
 from rl_core.data.episodes import succeeded
-from rl_core.data.image_parts import set_images
+from rl_core.data.image_parts import has_image_tokens
 from rl_core.data.task_rows import row_variables
 from rl_core.sampling.actor import EpisodeActors, Speaker, revived
 from rl_core.sampling.engine import EngineDied
@@ -25,7 +25,6 @@ from rl_core.sampling.reward_parts import UnscoredError, refuse_unscored
 from rl_core.types import RunError, Task, Trajectory, counter_seed
 
 if TYPE_CHECKING:
-    from rl_core.data.chat import Chat
     from rl_core.distributed import Ranks
     from rl_core.sampling.deterministic_rollouts import Window
     from rl_core.sampling.resumable_rollouts import Replays
@@ -120,7 +119,10 @@ class EpisodeRunner:
             playing = env.rollout(await task, players)
             trajectories = await run_within(playing, self.config.episode_timeout_s)
             for t in trajectories:
-                check_images(env, t, players[t.actor].chat)
+                if has_image_tokens(t):
+                    from rl_core.sampling.image_checks import check_images
+
+                    check_images(env, t, players[t.actor].chat)
             if not env.group_rewards:
                 check_scored(env, trajectories)
         except Exception as error:
@@ -195,24 +197,6 @@ class EpisodeRunner:
 def truncation_note(env: Env) -> str:
     """Text appended to the reason of an episode that failed and was truncated."""
     return CUT_OFF + ("; interact() was not called after it" if "interact" in env.hooks else "")
-
-
-def check_images(env: Env, t: Trajectory, chat: Chat | None) -> None:
-    """Sets the images of turns from the messages, as a resumed run does. Raises ValueError unless
-    the messages have each image, and the turns have the tokens that the model reads for it."""
-    family = chat.vision if chat else "the actor's tokens are unknown"
-    try:
-        set_images(t)
-        for turn in t.turns:
-            if min(turn.completion.token_ids, default=0) < 0:
-                raise ValueError("a reply has tokens of an image; models write text alone")
-            if not turn.images:
-                continue
-            if isinstance(family, str):
-                raise ValueError(f"a turn has tokens of an image, and {family}")
-            family.check_tokens(turn.new_ids, turn.images)
-    except ValueError as error:
-        raise ValueError(f"{env.path}: a trajectory of {t.actor!r}: {error}") from None
 
 
 def check_scored(env: Env, trajectories: Iterable[Trajectory]) -> None:
@@ -295,11 +279,8 @@ class RolloutWorker:
         self._fill()
 
     def _fill(self) -> None:
-        if self.window:  # Starts all groups of this rank at once.
-            for key, group in self.pending.items():
-                is_new = key not in self.running and key not in self.done
-                if self.is_own(group.position) and is_new:
-                    self._start(key)
+        if self.window:
+            self._start_all()
             return
         # Evaluations first: training groups have the label "".
         for label in sorted({label for label, _ in self.pending}, reverse=True):
@@ -311,6 +292,12 @@ class RolloutWorker:
                     break
                 self._start(key)
                 del self.next_number[label]
+
+    def _start_all(self) -> None:
+        for key, group in self.pending.items():
+            is_new = key not in self.running and key not in self.done
+            if self.is_own(group.position) and is_new:
+                self._start(key)
 
     def _has_room(self, label: str) -> bool:
         """True if a group of this label can start. A rank runs at most an even share of a label, so
@@ -395,19 +382,23 @@ class RolloutWorker:
         return groups
 
     async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
-        """Waits for this rank's groups that would be too stale for the next step. With a window,
-        waits until the oldest groups are done, and all others of this rank wait."""
+        """Waits for this rank's groups that would be too stale for the next step; in windows, for
+        the oldest ones."""
         if self.window:
-            due = [key for key in self.pending if key[0] == label][:num_groups]
-            self.window.open({self.pending[key].id for key in due}, has_parts=not label)
-            while any(key in due or not self._is_waiting(key) for key in self.running):
-                await self._wait(WINDOW_POLL_S)
-            self.window.open((), has_parts=False)
+            await self._sample_window(self.window, num_groups, label)
             return
         while any(self.pending[key].version <= oldest for key in self.running):
             if self._is_called():
                 return
             await self._wait(POLL_S)
+
+    async def _sample_window(self, window: Window, num_groups: int, label: str) -> None:
+        """Waits until the oldest groups are done, and all others of this rank wait."""
+        due = [key for key in self.pending if key[0] == label][:num_groups]
+        window.open({self.pending[key].id for key in due}, has_parts=not label)
+        while any(key in due or not self._is_waiting(key) for key in self.running):
+            await self._wait(WINDOW_POLL_S)
+        window.open((), has_parts=False)
 
     def _is_waiting(self, key: Key) -> bool:
         """True if all unfinished episodes of a group wait for the next window."""

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from typing import Literal, get_args, get_origin
 
 from rl_core.config import OWN_SECTIONS, Config, known_flags
-from rl_core.config.flag_parsing import NAMED, peers
+from rl_core.config.flag_errors import peers
+from rl_core.config.flag_parsing import NAMED
 from rl_core.errors import nearest
 from rl_core.run.plan.option_rules import CHOICES
 

@@ -25,7 +25,7 @@ from view_parts import CHROMIUM, QUIET
 
 from rl_core.algorithms import PRESETS, clipped_loss
 from rl_core.config import from_sections, known_flags, parse_config
-from rl_core.config.flag_parsing import PEERS
+from rl_core.config.flag_errors import PEERS
 from rl_core.tools.cli import COMMANDS
 from rl_core.train import main as train
 

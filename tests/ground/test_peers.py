@@ -9,7 +9,7 @@ import pytest
 from kit import words
 
 from rl_core.config import known_flags, parse_config, to_yaml
-from rl_core.config.flag_parsing import peers
+from rl_core.config.flag_errors import peers
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Spellings of names in other trainers.

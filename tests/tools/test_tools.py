@@ -12,7 +12,7 @@ import yaml
 from kit import ROOT, metrics
 
 from rl_core.config import known_flags
-from rl_core.config.flag_parsing import PEERS
+from rl_core.config.flag_errors import PEERS
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.sandbox.isolation import LEVELS
 from rl_core.tools.cli import main

@@ -112,12 +112,16 @@ def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
     num_left = num_rows - sum(map(len, sources))
     if not num_left:
         return ""
+    return f" ({num_left:,} of {num_rows:,} were left out: {reasons(config, sources, num_left)})"
+
+
+def reasons(config: Config, sources: list[TaskSource], num_left: int) -> str:
     counts: Counter[str] = sum((source.left_out for source in sources), Counter())
     if counts:
         counts["too long"] = num_left - counts.total()
         named = ", ".join(f"{reason} {count:,}" for reason, count in counts.items() if count)
-        return f" ({num_left:,} of {num_rows:,} were left out: {named})"
+        return named
     reason = "too long"
     if config.algorithm == "sft" and not config.sft.weights[0]:
         reason += ", or nothing to train in them"
-    return f" ({num_left:,} of {num_rows:,} were left out: {reason})"
+    return reason

@@ -113,25 +113,42 @@ def held_out_tasks(config: Config, envs: dict[str, Env], name: str) -> dict[str,
     return sources
 
 
+def renamed(config: Config, rows: Sequence[Row], source: str, is_train: bool) -> Sequence[Row]:
+    """The rows with the columns of --data.columns."""
+    from rl_core.data.column_names import RenamedColumns, check_columns_exist
+
+    if len(config.env_paths) < 2:
+        check_columns_exist(rows, config.data.columns, source, is_train)
+    return RenamedColumns(rows, config.data.columns)
+
+
+def rows_of_files(
+    config: Config, path: str, is_train: bool, is_pairs: bool
+) -> tuple[Sequence[Row], Sequence[tuple[str, int]]]:
+    """The rows of --data.train or --data.eval, and the name and number of rows of each file."""
+    min_reward = config.data.min_reward if is_train else None
+    load = partial(
+        load_other,
+        min_reward=min_reward,
+        actor=config.trained[0],
+        build=config.agents.build_network,
+        verify=config.agents.verify_network,
+    )
+    rows, files = load_rows(path, "train" if is_train else "test", load)
+    if is_pairs:
+        from rl_core.data.preference_pairs import pair_rows
+
+        rows, files = pair_rows(rows, files)
+    return rows, files
+
+
 def load_source(
     config: Config, env: Env | None, name: str, split: str, path: str | None
 ) -> TaskSource | None:
     is_train = split == "train"
-    is_pairs = make_algorithm(config.algorithm, config.algo).reads_pairs
+    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
     if path:
-        min_reward = config.data.min_reward if is_train else None
-        load = partial(
-            load_other,
-            min_reward=min_reward,
-            actor=config.trained[0],
-            build=config.agents.build_network,
-            verify=config.agents.verify_network,
-        )
-        rows, files = load_rows(path, "train" if is_train else "test", load)
-        if is_pairs:
-            from rl_core.data.preference_pairs import pair_rows
-
-            rows, files = pair_rows(rows, files)
+        rows, files = rows_of_files(config, path, is_train, is_pairs)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(split), ()
         if not len(rows):
@@ -139,12 +156,7 @@ def load_source(
     else:
         return None
     if config.data.columns:
-        from rl_core.data.column_names import RenamedColumns, check_columns_exist
-
-        if len(config.env_paths) < 2:
-            source = path or f"the split {split!r}"
-            check_columns_exist(rows, config.data.columns, source, is_train)
-        rows = RenamedColumns(rows, config.data.columns)
+        rows = renamed(config, rows, path or f"the split {split!r}", is_train)
     if env and env.row_to_prompt:
         rows = MadePrompts(rows, env.row_to_prompt, env.path)
     if config.is_rl:

@@ -103,7 +103,15 @@ def row_warnings(
             )
     chat = next((chats[name] for name in config.trained if name in chats), None)
     yield from column_warnings(config, sources, envs, chat)
-    yield from tool_warnings(config, sources, envs, chats)
+    with_tools = [source for source in sources if has_tools(source, envs.get(source.env))]
+    if with_tools:
+        yield from tool_warnings(config, with_tools, envs, chats)
+
+
+def has_tools(source: TaskSource, env: Env | None) -> bool:
+    if env and env.tools:
+        return True
+    return any(task.row.get("tools") for task in islice(source, NUM_ROWS))
 
 
 def column_warnings(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.config import Config, DataConfig, checked, from_sections, known_flags
-from rl_core.config.flag_parsing import as_fields
+from rl_core.config.flag_errors import as_fields
 from rl_core.errors import as_one_line, split
 from rl_core.plugin import Plugin
 from rl_core.tools.api.environment import (
