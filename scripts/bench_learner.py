@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, make_mesh
-from rl_core.learners import prepare
 from rl_core.learning.activation_memory import activation_bytes, widths
 from rl_core.learning.learner import Learner
 from rl_core.learning.optimizers import adamw
+from rl_core.learning.policies import prepare
 from rl_core.learning.sequence_shards import SequenceShards
 from rl_core.models.kernels.fused_norms import fuse_norms
 from rl_core.models.kernels.gpu_attention import find_kernel

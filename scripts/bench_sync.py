@@ -40,7 +40,7 @@ from rl_core.data.pretrained import load_pretrained
 from rl_core.distributed import Ranks, all_gather_json, barrier, close_ranks
 from rl_core.engines.embedded import EmbeddedEngine
 from rl_core.engines.kv_slots import SlotModel
-from rl_core.learners import make_policy
+from rl_core.learning.policies import make_policy
 from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.parallel.fsdp import shard_policy
 from rl_core.models.policy import Policy

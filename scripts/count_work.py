@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from rl_core.data.packing import pack_samples
-from rl_core.learners import prepare
+from rl_core.learning.policies import prepare
 from rl_core.models.attention import NAME
 from rl_core.models.kernels import triton_logprobs
 from rl_core.models.kernels.fused_norms import fuse_norms

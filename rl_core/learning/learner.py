@@ -200,21 +200,17 @@ class Learner:
         is_reused = self.algorithm.is_rl and self.updates_per_step > 1
         if not is_reused and not self.extensions:
             return {}
-        from rl_core.learning.no_grad_batches import join_batches, num_joined, split_annotations
+        from rl_core.learning.no_grad_batches import joined_batches, num_joined
 
         num = num_joined(self.config.learner, self.policy, self.ranks.mesh.tp)
         separate = [batch for minibatch in minibatches for batch in minibatch.batches]
-        # All ranks have equally many batches, and so equally many joined ones.
-        chunks = [separate[i : i + num] for i in range(0, len(separate), num)]
-        batches = [join_batches(chunk) for chunk in chunks]
         metrics: Metrics = {}
-        if is_reused:
-            for batch in batches:
-                batch.old_logprobs = self.forward(batch)[0]
-        for extension in self.extensions:
-            metrics |= extension.annotate(batches)
-        for batch, chunk in zip(batches, chunks, strict=True):
-            split_annotations(batch, chunk)
+        with joined_batches(separate, num) as batches:
+            if is_reused:
+                for batch in batches:
+                    batch.old_logprobs = self.forward(batch)[0]
+            for extension in self.extensions:
+                metrics |= extension.annotate(batches)
         return metrics
 
     def step(self, minibatches: list[Minibatch], step: int) -> Metrics:

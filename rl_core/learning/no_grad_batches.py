@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,6 +30,17 @@ def num_joined(settings: LearnerConfig, policy: Policy, tp: int) -> int:
     size = widths(policy.hf.config.get_text_config())
     with_gradient = activation_bytes(size, w, tp, settings.activations == "recompute")
     return max(1, int(with_gradient / (block_bytes(size, w, tp) + around_blocks(size, w))))
+
+
+@contextmanager
+def joined_batches(batches: Sequence[PackedBatch], num: int) -> Iterator[list[PackedBatch]]:
+    """Batches joined by `num`. At the end of the context their annotations are split again."""
+    # All ranks have equally many batches, and so equally many joined ones.
+    chunks = [batches[i : i + num] for i in range(0, len(batches), num)]
+    joined = [join_batches(chunk) for chunk in chunks]
+    yield joined
+    for batch, chunk in zip(joined, chunks, strict=True):
+        split_annotations(batch, chunk)
 
 
 def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:

@@ -127,8 +127,7 @@ class AttentionPlan:
 
     def results(self, module: int, compute: Callable[[], Results]) -> Results:
         """compute(), or its results in the forward if the backward calls it again."""
-        if self.kept is None:
-            return compute()
+        assert self.kept is not None
         is_backward = torch._C._current_graph_task_id() != -1
         done = self.kept.pop(module, None) if is_backward else None
         out, lse = done or compute()
@@ -180,7 +179,8 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_THD, k_TGD, v_TGD, sinks, plan, scale, cap, window, module):
         inputs = q_THD, k_TGD, v_TGD, sinks, scale, cap, window
-        out, lse = plan.results(module, partial(plan.computed, *inputs))
+        compute = partial(plan.computed, *inputs)
+        out, lse = compute() if plan.kept is None else plan.results(module, compute)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out, lse, sinks)
         ctx.plan, ctx.window, ctx.scale_and_cap = plan, window, (scale, cap)
         return out

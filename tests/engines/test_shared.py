@@ -14,8 +14,8 @@ from test_learner import ragged_samples
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.learners import make_policy
 from rl_core.learning.lora import adapter_parameters
+from rl_core.learning.policies import make_policy
 from rl_core.run.plan.plan import make_plan
 from rl_core.run.process.joining import init_ranks
 from rl_core.trainer import Trainer

@@ -29,7 +29,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rl_core.data.chat import load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.data.preference_pairs import scored_pair
-from rl_core.learners import make_policy
+from rl_core.learning.policies import make_policy
 from rl_core.rewards.reward_model import RewardModel, ScoreServer, remote_scores
 from rl_core.run.process.joining import init_ranks
 from rl_core.train import main

@@ -30,8 +30,8 @@ from rl_core.data.packing import pack_samples
 from rl_core.engines.hf_sampling import choose_sampler
 from rl_core.engines.options import make_sampler
 from rl_core.engines.weights import checkpoint_weights
-from rl_core.learners import make_policy
 from rl_core.learning.padded_forward import choose_forward
+from rl_core.learning.policies import make_policy
 from rl_core.models.kernels.fused_norms import FusedRMSNorm, fuse_norms
 from rl_core.models.loading import max_positions
 from rl_core.run.process.joining import init_ranks

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, on_mesh
 from rl_core.engines.weights import checkpoint_weights
-from rl_core.learners import make_policy
+from rl_core.learning.policies import make_policy
 from rl_core.models import loading
 from rl_core.models.parallel.fsdp import fused_later
 from rl_core.run.process.joining import init_ranks

@@ -14,10 +14,10 @@ from test_learner import FLAGS, gradients, make_learner, ragged_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
-from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner
 from rl_core.learning.lora import adapter_parameters
 from rl_core.learning.optimizers import adamw
+from rl_core.learning.policies import make_policy
 from rl_core.models.loading import load_hf_model
 from rl_core.run.saving.checkpoint import export_policy
 

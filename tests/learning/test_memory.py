@@ -25,8 +25,8 @@ from transformers import (
 
 from rl_core.config import LoraConfig
 from rl_core.distributed import Mesh, Ranks, on_mesh
-from rl_core.learners import compile_blocks, make_policy
 from rl_core.learning.lora import adapter_parameters
+from rl_core.learning.policies import compile_blocks, make_policy
 from rl_core.models import loading
 from rl_core.models.activation_offload import activations_on_host
 from rl_core.models.cpu_offload import HostCopies, piece_sizes

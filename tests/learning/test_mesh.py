@@ -29,8 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
-from rl_core.learners import make_policy
 from rl_core.learning.gradient_averaging import average_gradients
+from rl_core.learning.policies import make_policy
 from rl_core.learning.teachers.distill import local_rows
 from rl_core.learning.teachers.divergence import TopTokens, fused_divergence, make_form
 from rl_core.metrics import reduce_metrics

@@ -29,8 +29,8 @@ from rl_core.data.preference_pairs import (
 )
 from rl_core.data.task_rows import make_task, read_row
 from rl_core.data.tasks.sft_dataset import SFTDataset
-from rl_core.learners import make_policy
 from rl_core.learning.learner import Learner
+from rl_core.learning.policies import make_policy
 from rl_core.learning.preference import dpo_losses, orpo_losses, rm_losses, simpo_losses
 from rl_core.run.process.joining import init_ranks
 from rl_core.train import main
