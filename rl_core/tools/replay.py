@@ -291,7 +291,8 @@ def trajectory_of(row: JSONObject, folder: Path) -> Trajectory:
     for turn in row["turns"]:
         turns.append(Turn(**(turn | {"completion": Completion(**turn["completion"])})))
     load_images(row, folder)
-    trajectory = Trajectory(**(row | {"turns": turns}))
+    fields: JSONObject = row | {"turns": turns}
+    trajectory = Trajectory(**fields)
     set_images(trajectory)
     return trajectory
 

@@ -172,7 +172,9 @@ async def speakers(changed: Changed) -> AsyncIterator[Mapping[str, Speaker]]:
     from rl_core.tools.stored_episodes import AbsentActor
 
     actors = changed.config.actors
-    absent = {n: AbsentActor(name=n, is_trainable=a.is_trained) for n, a in actors.items()}
+    absent: dict[str, Speaker] = {}
+    for name, actor in actors.items():
+        absent[name] = AbsentActor(name=name, is_trainable=actor.is_trained)
     frozen = {n: a for n, a in actors.items() if not a.is_trained}
     hooks = [*(changed.agent_rewards or ()), *changed.env.rewards]
     if not frozen or not any("actors" in hook.named for hook in hooks):
@@ -180,7 +182,7 @@ async def speakers(changed: Changed) -> AsyncIterator[Mapping[str, Speaker]]:
         return
     judges = replace(choose_engine(changed.config, 1), actors=frozen)
     async with player(judges, changed.envs, []) as playing:
-        yield absent | playing.worker.player.actors
+        yield {**absent, **playing.worker.player.actors}
 
 
 async def rescore(
@@ -266,8 +268,8 @@ def group_of(
             "--data.train or --data.eval"
         )
     label, _, number = group_id.rpartition("/")
-    task, fields = source.task_of_row(int(index)), {"number": int(number)}
-    fields["size"] = max(t.index for t in stored) + 1
+    task, size = source.task_of_row(int(index)), max(t.index for t in stored) + 1
+    fields: JSONObject = {"number": int(number), "size": size}
     if not label.startswith("eval/"):
         return make_group(config, task, batch=label, **fields)
     is_greedy = label.split("/")[2] == "greedy"

@@ -95,7 +95,11 @@ REPLIES = [
 
 @pytest.mark.parametrize(
     "name, actors, says",
-    [(name, *row) for names, row in SAME.items() for name in names.split()],
+    [
+        pytest.param(name, *row, marks=[pytest.mark.slow] if name == "picture_questions" else [])
+        for names, row in SAME.items()
+        for name in names.split()
+    ],
 )
 def test_a_file_gives_the_rewards_that_it_gave_or_says_why_not(
     name, actors, says, tmp_path, capsys
