@@ -230,6 +230,42 @@ def interact(completion):
     return {"messages": [{"role": "user", "content": "more"}], "reward": len(completion)}
 """
 )
+OF_STATE = """
+from rl_core import reward
+
+def start(task):
+    return []
+
+@reward
+def kept(state):
+    return len(state) + 0.5
+"""
+STATE = (
+    LETTERS
+    + OF_STATE
+    + """
+max_turns = 2
+def interact(state):
+    state.append(1)
+    return [{"role": "user", "content": "more"}]
+"""
+)
+AGENT = (
+    LETTERS
+    + """
+from openai import AsyncOpenAI
+from rl_core import reward
+
+async def agent(llm, task):
+    async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
+        done = await client.chat.completions.create(model="policy", messages=task.messages)
+    return len(done.choices[0].message.content)
+
+@reward
+def kept(result):
+    return result
+"""
+)
 PAIR = LETTERS + "turns = 'bob -> alice -> bob'\n"
 
 
@@ -240,10 +276,13 @@ PAIR = LETTERS + "turns = 'bob -> alice -> bob'\n"
         (LETTERS.replace("range(8)", "range(7, -1, -1)"), "", (), "its prompt is not the one of train/0"),
         (LETTERS.replace("range(8)", "range(0, 1)"), "", (), "the rows have no such task"),
         (INTERACT, "", (), "interact() gave a reward while the episode was played; --force"),
+        (STATE, "", (), "kept() reads `state`, which is not stored; --force"),
+        (LETTERS + OF_STATE, "", (), ""),
+        (AGENT, "", (), "kept() reads `result`, which is not stored; --force"),
         (PAIR, "(messages, completion):", ("alice",), "reads turns of other actors"),
         (PAIR, "(actor, completion):", ("alice",), ""),
     ],
-    ids=["column", "order", "row", "interact", "frozen", "own-turns"],
+    ids=["column", "order", "row", "interact", "state", "start", "agent", "frozen", "own-turns"],
 )  # fmt: skip
 def test_what_cannot_be_known_is_refused_by_name(text, changed, frozen, says, tmp_path, capsys):
     file = tmp_path / "cases.py"
@@ -254,14 +293,17 @@ def test_what_cannot_be_known_is_refused_by_name(text, changed, frozen, says, tm
     file.write_text(text.replace("(completion):", changed or "(completion):"))
     status = main(words("rescore", out, "--env_path", file))
     assert (status, says in capsys.readouterr().err) == (bool(says), True)
+    if not says:
+        assert scores(read_json(out / "rescored.jsonl.zst")) == scores(played)
     if "--force" in says:
         file.write_text(file.read_text().replace("/ 1000", "/ 2000"))
         report, lines = rescored(capsys, out, "--env_path", file, "--force")
-        assert [*report["left_out"]] == ["interact"]
+        [name] = report["left_out"]
         for line, t in zip(lines, played, strict=True):
-            kept, new = t.reward_parts["interact"], t.reward_parts["reward_fn"] / 2
-            assert line["kept"] == ["interact"] and line["reward"] == pytest.approx(kept + new)
-            assert sum(line["turn_rewards"]) == pytest.approx(line["reward"])
+            assert line["kept"] == [name] and {*line["reward_parts"]} == {name, "reward_fn"}
+            kept, new = t.reward_parts[name], t.reward_parts["reward_fn"] / 2
+            assert line["reward"] == pytest.approx(kept + new)
+            assert sum(line["turn_rewards"] or [line["reward"]]) == pytest.approx(line["reward"])
 
 
 JUDGED = LETTERS.replace("(completion)", "(completion, actors)", 1) + "turns = 'policy'\n"
@@ -274,7 +316,7 @@ JUDGED = JUDGED.replace(
 FLAGS = (
     "--actors.policy.model {model} --actors.judge.model {other} --actors.judge.train false "
     "--max_tokens 10 --max_prompt_tokens 40 --tasks_per_step 2 --group_size 4 --optim.lr 1e-2 "
-    f"--num_steps 1 --deterministic {STOP} --env_path"
+    f"--num_steps 1 --eval_every 1 --eval.num_tasks 2 --eval.samples 2 --deterministic {STOP} --env_path"
 )
 
 
@@ -292,6 +334,11 @@ def test_a_step_that_is_replayed_with_new_rewards_gives_the_weights_of_a_run_tha
     name = "step_000001.jsonl.zst"
     _, same = rescored(capsys, old, "--env_path", files[0])
     assert scores(same) == scores(read_json(old / "rollouts" / name))
+    _, held_out = rescored(capsys, old, "--eval --env_path", files[0])
+    played = {f.name: list(read_json(f)) for f in (old / "rollouts").glob("eval_*.zst")}
+    assert len(played) == 4 and len(held_out) == sum(map(len, played.values()))
+    for file, rows in played.items():
+        assert scores(line for line in held_out if line["file"] == file) == scores(rows)
     _, lines = rescored(capsys, old, "--env_path", files[1])
     assert scores(lines) == scores(read_json(new / "rollouts" / name)) != scores(same)
     rewards = old / "rescored.jsonl.zst"
@@ -305,7 +352,8 @@ def test_a_step_that_is_replayed_with_new_rewards_gives_the_weights_of_a_run_tha
     # The viewer's index, and the curves of the plot.
     folder = RunFolder(old)
     folder.refresh()
-    assert [e.rescored for e in folder.entries] == [line["reward"] for line in lines]
+    entries = [e for e in folder.entries if e.kind == "train"]
+    assert [e.rescored for e in entries] == [line["reward"] for line in lines]
     curve = curves_of(rewards)["reward"]["policy after"]
     mean = sum(line["reward"] for line in lines) / len(lines)
     assert curve == [(1, pytest.approx(mean))]
