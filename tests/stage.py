@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from rl_core.config import RolloutConfig
 from rl_core.data.chat import Chat
@@ -152,3 +156,35 @@ def error_of(env, *replies, row=ROW, **options) -> str:
 
 def talk(messages):
     return [f"{m['role'][0]}:{m['content']}" for m in messages]
+
+
+@contextmanager
+def endpoint(rule):
+    """URL of an OpenAI-compatible endpoint that says rule(text of all messages)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            reply = rule("\n".join(m["content"] for m in asked["messages"]))
+            choice = {
+                "index": 0,
+                "message": {"role": "assistant", "content": reply},
+                "finish_reason": "stop",
+            }
+            body = json.dumps({"choices": [choice]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args): ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()

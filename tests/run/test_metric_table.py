@@ -8,7 +8,7 @@ import re
 
 import pytest
 from kit import ROOT, metrics, run
-from test_envs_talk import endpoint
+from stage import endpoint
 from test_experts import family  # noqa: F401
 from test_golden import FIT, RL, TWO
 

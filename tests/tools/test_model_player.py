@@ -12,8 +12,8 @@ import pytest
 import yaml
 from kit import STOP, ForkedProcess, load_rows, metrics, run, trajectories, words
 from safetensors.torch import load_file, save_file
+from stage import endpoint
 from test_api_actor import reply, serving
-from test_envs_talk import endpoint
 from transformers import AutoTokenizer
 
 from rl_core.tools.cli import main
