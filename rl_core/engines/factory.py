@@ -93,9 +93,10 @@ class EngineFactory:
         """The adapter that the actor's engine applies to its weights: if several actors share a
         model, or if the engine serves adapters. "": the engine's weights have the adapter
         merged."""
-        actor, layers = self.config.actors[name], self.classes[name].lora_layers
+        actor = self.config.actors[name]
         if not actor.is_trained:
             return ""
+        layers = self.classes[name].lora_layers
         is_unmerged = actor.lora_base or self.config.sharers(name)
         # Servers that run already were not started to serve adapters.
         if layers and actor.model and actor.lora.rank and not is_unmerged and not actor.servers:
