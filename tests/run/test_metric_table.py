@@ -49,6 +49,7 @@ RUNS = {
     "turns": f"{TWO} --actors.alice.train false --rollout.engines_awake one",
     "judge": TWO.replace("--actors.alice.model {other}", API),
     "pairs": f"{FIT} {PAIRS}",
+    "labels": f"{FIT} --algorithm kto --data.train {{dir}}/labelled.jsonl",
     "experts": f"{RL.replace('{model}', '{experts}')} --actors.policy.router_aux_loss_coef 0.1",
     "nan": f"{FIT} --algorithm rm --data.train {{dir}}/wide.jsonl",
 }
