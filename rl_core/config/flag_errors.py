@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Union, get_args, get_origin
 
 import yaml
 
 from rl_core.errors import split
+from rl_core.types import JSON
 
 # Flag with two values -> their meaning and an example.
 PAIRS = {
@@ -26,7 +27,7 @@ NONE = "rl_core has no counterpart"  # The answer to a flag of others that is le
 PEERS = Path(__file__).parent / "flag_aliases.yaml"
 
 
-def wrong_value(flag: str, errors: Sequence[Any], kind: object) -> ValueError:
+def wrong_value(flag: str, errors: Sequence[JSON], kind: object) -> ValueError:
     """The error of pydantic's errors, with the flag, its value and the rule."""
     error, location = errors[0], errors[0]["loc"]
     rules = [re.sub(r"^\w+ should", "must", one["msg"]) for one in errors]

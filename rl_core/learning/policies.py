@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,10 +107,17 @@ def make_policy(
     return policy
 
 
-def support_logprobs(*arguments: Any) -> tuple[Tensor, Tensor]:
+def support_logprobs(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    labels_MK: Tensor,
+    temperature: float,
+    cap: float | None,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
     from rl_core.learning.truncation import support_logprobs
 
-    return support_logprobs(*arguments)
+    return support_logprobs(hidden_MD, weight_VD, labels_MK, temperature, cap)
 
 
 def prepare(policy: Policy, is_frozen: bool, recomputes: bool) -> None:

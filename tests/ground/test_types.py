@@ -19,10 +19,10 @@ trainer.py train.py run tools tools/viewer tools/api http_guard.py json_limits.p
 
 # Uses of `Any` in each room. Lower a number as soon as its room has fewer.
 BUDGET = {
-    ".": 13,
+    ".": 11,
     "data": 6,  # Processors of images have attributes of each family.
     "engines": 2,
-    "environments": 9,
+    "environments": 6,
     "learning": 2,
     "models": 2,
     "sampling": 3,

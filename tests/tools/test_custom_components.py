@@ -240,7 +240,7 @@ def nothing(self): ...
         (with_methods(after_steps=nothing)(), "after_steps.* is not a hook"),
         (with_methods(Plugin, on_setp=nothing), "on_setp.* is not a hook"),
         (with_methods(after_backward=nothing, close=nothing)(), "after_backward.* is not a hook"),
-        (with_methods(help=nothing)(), "plugins has <.*Mine.*>, which has no hook: load, st"),
+        (with_methods(help=nothing)(), "plugins has <.*Mine.*>, which has no hook: load, "),
         (lambda trainer: None, "plugins has None, which has no hook"),
     ],
 )
