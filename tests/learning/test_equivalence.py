@@ -399,6 +399,8 @@ CASES = {
     "envs": Case(f"{TAUGHT} {OF_ENVS}", meshes=("dp",)),
     "envs, reverse KL": Case(f"{TAUGHT} {OF_ENVS} --algo.teacher_loss reverse_kl", meshes=("dp",)),
     "envs, top-k": Case(f"{TAUGHT} {OF_ENVS} {TRUNCATED}", level=-1.4),
+    "ppo, top-k": Case(f"{PPO} {TRUNCATED}", level=-1.4),
+    "gspo, top-k": Case(f"--algorithm gspo {TRUNCATED}", level=-1.4),
     "dpo": Case("--algorithm dpo --algo.reference OTHER", meshes=EVERY, **PAIRS),
     "rm": Case("--algorithm rm", model="critic", meshes=EVERY, **PAIRS),
     "simpo": Case("--algorithm simpo --preference.beta 1.5", meshes=SOME, **PAIRS),

@@ -122,11 +122,11 @@ def test_a_kl_that_is_only_logged_changes_no_weight(tmp_path, tiny_model):
 
 
 RENEWED = {
-    "every": "--algo.kl_loss k3,0.1 --algo.kl_reward k1,0.1 --algo.reference_every 2",
     "mean": "--algo.kl_coef 0.1 --algo.reference_decay 0.5",
     "adapter": "--algo.kl_coef 0.1 --algo.reference_decay 0.5 --actors.policy.lora.rank 4",
     "offload": "--algo.kl_coef 0.1 --algo.reference_decay 0.5 --learner.offload always",
-    "bf16": "--algo.kl_coef 0.1 --algo.reference_every 2 --learner.dtype bfloat16",
+    "bf16": "--algo.kl_loss k3,0.1 --algo.kl_reward k1,0.1 --algo.reference_every 2 "
+    "--learner.dtype bfloat16",
 }
 
 

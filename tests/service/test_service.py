@@ -25,7 +25,7 @@ import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from kit import ROOT, wait_until
+from kit import ROOT, run_afresh, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from rl_core.environments.service import environments_pb2 as pb
@@ -645,14 +645,6 @@ def test_what_cannot_be_served_is_refused(flags, message, counter, capsys, monke
     assert message in capsys.readouterr().err
 
 
-WITHOUT = """
-import sys
-from rl_core.tools import cli
-missing, *command = sys.argv[1:]
-for name in missing.split(","):
-    sys.modules[name] = None
-sys.exit(cli.main(command))
-"""
 EXTRA = [
     "grpc",
     "google.protobuf",
@@ -662,30 +654,29 @@ EXTRA = [
 ]
 
 
-def without(missing: str, *command: object) -> subprocess.CompletedProcess:
-    """rl-core where these packages are not installed."""
-    argv = [sys.executable, "-c", WITHOUT, missing, *map(str, command)]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def without(missing: list[str], *command: object) -> list[str]:
+    """Output, with the status behind it, and errors of rl-core without these packages."""
+    code = "from rl_core.tools import cli; print(cli.main(sys.argv[1:]))"
+    return run_afresh(code, *map(str, command), missing=missing, check=False)
 
 
 @pytest.mark.parametrize("missing", EXTRA)
 def test_a_package_of_the_extra_that_is_missing_is_one_line(missing, counter):
-    done = without(missing, "serve", counter, "--port", 0, "--http_port", 0)
-    assert done.returncode == 1
+    output, errors = without([missing], "serve", counter, "--port", 0, "--http_port", 0)
     assert re.fullmatch(
         rf"error: rl-core serve needs gRPC \(.*{re.escape(missing.split('.')[0])}.*\): pip install "
         rf"'rl_core\[service\]'\n",
-        done.stderr,
+        errors,
     )
+    assert output == "1\n"
 
 
 def test_help_and_wrong_flags_of_serve_need_no_grpc():
-    done = without(",".join(EXTRA), "serve", "--help")
-    assert done.returncode == 0 and "--http_port" in done.stdout
-    done = without(",".join(EXTRA), "serve", "--controller", "--workers", "0")
-    assert done.stderr == "error: --workers 0 must be above 0\n"
-    done = without(",".join(EXTRA), "service", "workers", "grpc://127.0.0.1:1")
-    assert done.returncode == 1 and done.stderr.startswith("error: rl-core service needs gRPC (")
+    assert "--http_port" in without(EXTRA, "serve", "--help")[0]
+    flags = "serve", "--controller", "--workers", 0
+    assert without(EXTRA, *flags) == ["1\n", "error: --workers 0 must be above 0\n"]
+    output, errors = without(EXTRA, "service", "workers", "grpc://127.0.0.1:1")
+    assert output == "1\n" and errors.startswith("error: rl-core service needs gRPC (")
 
 
 def test_a_port_that_is_taken_is_an_error(counter, service, capsys):
