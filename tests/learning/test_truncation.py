@@ -271,7 +271,7 @@ RUN = (
 
 
 def test_a_run_learns_with_several_updates_and_a_reference(places, tmp_path):
-    """Of an adapter, whose head is frozen."""
+    """An adapter learns, whose head is frozen."""
     more = "--learner.epochs 2 --algo.kl_coef 0.1 --algo.importance_correction tis --eval_every 2"
     more += " --actors.policy.lora.rank 4"
     out = run(tmp_path / "run", RUN.format(**places), TOP, more)
