@@ -10,8 +10,8 @@ moves at random.
 Who is to move sees the position (FEN) and its legal moves, and replies with one alone, as Nf3 or
 g1f3. Reward: `result`, 1 for a win, 0.5 for a draw, 0 for a defeat; and `legal`, LEGAL times the
 share of the player's moves that were legal, which pays before a win does. An illegal move, or a
-reply that is cut off, loses. After MAX_PLIES more material gives up to 0.25 more than a draw. Seats
-white and black have a baseline each.
+reply that is cut off, loses. After MAX_PLIES more material gives up to 0.25 more than a draw.
+White and black have a baseline each.
 
 Positions are made up, at three levels: a mate in one; queen against king; the middle of a random
 game. The position says to which split it belongs. Rows of your own: a prompt and `fen`. The first
@@ -39,7 +39,7 @@ VALUES = {
     chess.QUEEN: 9,
     chess.KING: 0,
 }
-# Turns of one seat; with --max_prompt_tokens they bound a game's conversation.
+# Turns of one player; with --max_prompt_tokens they bound a game's conversation.
 max_turns = 20
 
 
@@ -114,7 +114,7 @@ def results(board, illegal):
 
 
 async def play(task, players):
-    """(board at the end, seat -> last reply, seat -> its legal moves, who moved illegally).
+    """(board at the end, player -> last reply, player -> its legal moves, who moved illegally).
     `players`: None moves at random."""
     board, replies = chess.Board(task.row["fen"]), {}
     legal, illegal = dict.fromkeys(SEATS, 0), None
@@ -138,7 +138,7 @@ async def play(task, players):
 
 
 async def rollout(task, actors):
-    """The first actor by name moves first; alone, it plays the other seat too."""
+    """The first actor by name moves first; alone, it plays the other player too."""
     names, turn = sorted(actors), chess.Board(task.row["fen"]).turn
     if len(names) > 2:
         raise ValueError(
@@ -158,5 +158,5 @@ async def rollout(task, actors):
             is_illegal = float(illegal == name)
             parts = {"result": result, "legal": LEGAL * legal[name] / (legal[name] + is_illegal)}
             metrics = {f"illegal{suffix}": is_illegal, f"moves{suffix}": float(legal[name])}
-            trajectories.append(reply.trajectory(parts, seat=name, metrics=metrics))
+            trajectories.append(reply.trajectory(parts, player=name, metrics=metrics))
     return trajectories

@@ -114,11 +114,11 @@ async def rollout(task, actors):
     scoring = [share(reply, row) for reply in [*replies, answer]]
     *scores, combined = await asyncio.gather(*scoring)
     metrics = {"drafts_best": max(scores)}
-    trajectories = [answer.trajectory({"right": combined}, seat="combine", metrics=metrics)]
+    trajectories = [answer.trajectory({"right": combined}, player="combine", metrics=metrics)]
     for draft, right in zip(replies, scores, strict=True):
         parts = {
             "right": (1 - SHARED) * right,
             "combined": SHARED * combined,
         }
-        trajectories.append(draft.trajectory(parts, seat="draft"))
+        trajectories.append(draft.trajectory(parts, player="draft"))
     return trajectories

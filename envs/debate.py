@@ -104,4 +104,4 @@ async def rollout(task, actors):
             texts[side].append("" if replies[side].truncated else replies[side].answer.strip())
     won = await win_of_pro(motion, texts, actors)
     values = {"pro": won, "con": 1 - won}
-    return [reply.trajectory({"won": values[side]}, seat=side) for side, reply in replies.items()]
+    return [reply.trajectory({"won": values[side]}, player=side) for side, reply in replies.items()]

@@ -51,10 +51,12 @@ async def rollout(task, actors):
     )
     trajectories = [
         answer.trajectory(
-            {"right": combined}, seat="combine", metrics={"drafts_right": sum(scores) / len(scores)}
+            {"right": combined},
+            player="combine",
+            metrics={"drafts_right": sum(scores) / len(scores)},
         )
     ]
     for draft, right in zip(drafts, scores, strict=True):
         parts = {"right": (1 - SHARED) * right, "combined": SHARED * combined}
-        trajectories.append(draft.trajectory(parts, seat="draft"))
+        trajectories.append(draft.trajectory(parts, player="draft"))
     return trajectories

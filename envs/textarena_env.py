@@ -6,7 +6,7 @@ https://github.com/LeonGuertler/TextArena.
     --max_tokens 256 --max_turns 12 --out runs/arena
     TEXTARENA_ENV=KuhnPoker-v0 rl-core train ... --actors.ann.model A --actors.ben.model B
 
-Players are the actors in the order of their names; one actor plays all seats. $TEXTARENA_PLAYERS
+Players are the actors in the order of their names; one actor plays all of them. $TEXTARENA_PLAYERS
 (2) says how many there are. Each has a conversation, in which the game and the others speak.
 Reward: the game's, usually 1, 0 or -1. Whose reply is cut off loses (-1) and ends the game; a game
 that is not over after --max_turns turns of a player earns 0. Metrics: `invalid`, `unfinished`.
@@ -89,13 +89,13 @@ class Game:
         return player, "\n".join(lines)
 
 
-async def play(game, seats):
+async def play(game, actor_of):
     """(each player's conversation, who was cut off or None, whether the game is over)."""
     replies = {}
     while True:
         player, text = game.look()
         text = text or "It is your turn."
-        speaker = replies.get(player) or seats[player]
+        speaker = replies.get(player) or actor_of[player]
         reply = await speaker.respond(text)
         replies[player] = reply
         if reply.truncated:
@@ -103,7 +103,7 @@ async def play(game, seats):
         is_done, _ = game.call(game.env.step, reply.answer)
         if is_done:
             return replies, None, True
-        if len(reply.turns) >= seats[player].max_turns:
+        if len(reply.turns) >= actor_of[player].max_turns:
             return replies, None, False
 
 
@@ -111,9 +111,9 @@ async def rollout(task, actors):
     names = sorted(actors)
     if len(names) not in (1, PLAYERS):
         raise ValueError(f"{len(names)} actors for {PLAYERS} players; give one, or {PLAYERS}")
-    seats = [actors[names[player % len(names)]] for player in range(PLAYERS)]
+    actor_of = [actors[names[player % len(names)]] for player in range(PLAYERS)]
     game = Game(task.row["seed"])
-    replies, cut, is_over = await play(game, seats)
+    replies, cut, is_over = await play(game, actor_of)
     rewards, infos = dict.fromkeys(replies, 0.0), {}
     if is_over:
         rewards, infos = game.call(game.env.close)
@@ -125,6 +125,6 @@ async def rollout(task, actors):
         metrics = {"invalid": float(invalid), "unfinished": float(not is_over)}
         player_name = f"player {player}"
         trajectories.append(
-            reply.trajectory(float(rewards[player]), seat=player_name, metrics=metrics)
+            reply.trajectory(float(rewards[player]), player=player_name, metrics=metrics)
         )
     return trajectories

@@ -7,8 +7,8 @@ who moves at random.
     runs/duel ...
 
 A win is 1, a draw 0.5, a defeat 0, and a reply that is not the number of a free cell is a defeat.
-Seats x and o have a baseline each. With --eval.pass_reward 0.5 the evaluation's `pass` is how often
-the random player did not win.
+Players x and o have a baseline each. With --eval.pass_reward 0.5 the evaluation's `pass` is how
+often the random player did not win.
 """
 
 import itertools
@@ -20,7 +20,7 @@ LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 RULES = "Tic-tac-toe. Reply with the number of a free cell alone."
 SEATS = ("x", "o")
 NUM_EVAL = 100
-# Turns of one seat; with --max_prompt_tokens they bound a game's conversation.
+# Turns of one player; with --max_prompt_tokens they bound a game's conversation.
 max_turns = 5
 
 
@@ -34,7 +34,7 @@ def load_tasks(split):
     rows = []
     for opening in openings:
         for mark in SEATS:
-            row = {"prompt": RULES, "opponent": opponent, "opening": opening, "seat": mark}
+            row = {"prompt": RULES, "opponent": opponent, "opening": opening, "player": mark}
             rows.append(row)
     return rows
 
@@ -74,7 +74,7 @@ def random_move(task_id, board):
 
 
 async def play(task, players):
-    """One game. `players`: seat -> actor, or None for the random player. Gives each seat's last
+    """One game. `players`: player -> actor, or None for the random player. Gives each player's last
     reply, who won (None: a draw), and who lost by an illegal move."""
     board, replies = ["."] * 9, {}
     for cell in task.row["opening"]:
@@ -101,8 +101,8 @@ def turn_of(board):
 
 
 async def rollout(task, actors):
-    """The seat of the row is that of the first actor by name; alone, it plays the other one too."""
-    names, mark = sorted(actors), task.row["seat"]
+    """The row's player is the first actor by name; alone, it plays the other one too."""
+    names, mark = sorted(actors), task.row["player"]
     other = "o" if mark == "x" else "x"
     if len(names) > 2:
         raise ValueError(
@@ -120,5 +120,5 @@ async def rollout(task, actors):
             result = 0.5 if won is None else has_won
             against = "_random" if None in players.values() else ""
             metrics = {f"won{against}": has_won, f"illegal{against}": float(name == illegal)}
-            trajectories.append(reply.trajectory({"result": result}, seat=name, metrics=metrics))
+            trajectories.append(reply.trajectory({"result": result}, player=name, metrics=metrics))
     return trajectories

@@ -128,7 +128,7 @@ async def rollout(task, actors):
                 continue
             trajectories = llm.trajectories(traces[name].reward)
             for trajectory in trajectories:
-                trajectory.seat = name if len(played) > len(actors) else ""
+                trajectory.player = name if len(played) > len(actors) else ""
                 for metric, value in traces[name].metrics.items():
                     trajectory.metrics[metric] = float(value)
             trained += trajectories

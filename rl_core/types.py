@@ -136,14 +136,14 @@ class Trajectory:
 
     task_id: str = ""
     env: str = ""
-    group_id: str = ""  # trajectories with one (env, group_id, actor, seat) share a baseline
+    group_id: str = ""  # trajectories with one (env, group_id, actor, player) share a baseline
     index: int = 0  # Number of the sample in the group.
     actor: str = "policy"
-    seat: str = ""
+    player: str = ""
     messages: list[Message] = field(default_factory=list)  # In the form that hooks read.
     turns: list[Turn] = field(default_factory=list)
     # Message index of each turn; empty for a custom rollout().
-    places: list[int] = field(default_factory=list)
+    message_indices: list[int] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
     # None, or one for each turn, with `reward` as sum.

@@ -1,5 +1,5 @@
 """Trajectories as episodes. What compares or counts weighs an episode of an (env, task, actor,
-seat) as one, however many conversations it returned."""
+player) as one, however many conversations it returned."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def grouped(items: Iterable[Trajectory], *names: str) -> list[list[Trajectory]]:
 
 
 def baseline_groups(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """Groups that share a baseline, (env, group, actor, seat), without failed trajectories."""
+    """Groups that share a baseline, (env, group, actor, player), without failed trajectories."""
     counted = [t for t in trajectories if t.status != "failed"]
-    return grouped(counted, "env", "group_id", "actor", "seat")
+    return grouped(counted, "env", "group_id", "actor", "player")
 
 
 def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
-    """The conversations of each episode of an (env, group, actor, seat), in the order of their
+    """The conversations of each episode of an (env, group, actor, player), in the order of their
     first."""
     # rl-core check has several tasks in one group.
-    return grouped(trajectories, "env", "task_id", "group_id", "index", "actor", "seat")
+    return grouped(trajectories, "env", "task_id", "group_id", "index", "actor", "player")
 
 
 # Stands in an error between the reason and the output of a task's script.

@@ -243,24 +243,24 @@ def fill(
     return bins
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     samples: range  # samples that read the piece
     first: int  # positions in each of them
     end: int
     parent: int = -1  # the piece before it
 
 
-def tree_pieces(lengths: list[int], shared: list[int], cp: int) -> list[Piece]:
+def tree_pieces(lengths: list[int], shared: list[int], cp: int) -> list[Segment]:
     """The pieces of sequences of these lengths, level by level; pieces that follow one piece are
     neighbours. `shared`: number of first tokens that each sequence shares with the one before. With
     cp > 1 nothing is shared."""
-    pieces: list[Piece] = []
+    pieces: list[Segment] = []
     families = deque([(range(len(lengths)), 0, -1)])
     while families:
         members, first, parent = families.popleft()
         between = shared[members.start : members.stop - 1]
         if not between:
-            pieces.append(Piece(members, first, lengths[members.start], parent))
+            pieces.append(Segment(members, first, lengths[members.start], parent))
             continue
         end = min(between)
         cuts = [i for i, length in zip(members[1:], between, strict=True) if length == end]
@@ -268,7 +268,7 @@ def tree_pieces(lengths: list[int], shared: list[int], cp: int) -> list[Piece]:
         num_tokens = sum(lengths[i] - first for i in members)
         num_saved = (end - first) * len(between)
         if cp == 1 and num_saved >= SHARE_TOKENS and is_worth_sharing(num_saved, num_tokens):
-            pieces.append(Piece(members, first, end, parent))
+            pieces.append(Segment(members, first, end, parent))
             families.extend((range(a, b), end, len(pieces) - 1) for a, b in parts)
         else:
             # They come next: pieces of one level stand together.
@@ -281,7 +281,7 @@ def pack_samples(samples: Sequence[TrainingSample], cp: int = 1) -> PackedBatch:
     begin with stands once, where that saves enough. Without samples the batch has one untrained
     token, for a rank that must keep step with the others. With cp > 1 each sample stands alone,
     padded."""
-    pieces = [Piece(range(0), 0, 1)]
+    pieces = [Segment(range(0), 0, 1)]
     if samples:
         shared = list(itertools.starmap(num_shared, itertools.pairwise(samples)))
         pieces = tree_pieces([len(sample.token_ids) - 1 for sample in samples], shared, cp)

@@ -29,8 +29,8 @@ from rl_core.data.task_rows import (
     row_chat,
     row_tools,
     shorten,
-    with_begun,
     with_opening,
+    with_prefix_mark,
 )
 from rl_core.types import PER_TOKEN, Message, Row, TrainingSample
 
@@ -238,7 +238,7 @@ def pair_messages(
         if shared is None:
             context, reply = prompt_messages(seen, notes), side
         else:
-            context = with_opening(seen, with_begun(seen, side[:shared]), notes)
+            context = with_opening(seen, with_prefix_mark(seen, side[:shared]), notes)
             reply = side[shared:]
         last = reply[-1] if reply else {}
         if not context or not reply or not reply[0]["role"] == last["role"] == "assistant":

@@ -25,8 +25,8 @@ from rl_core.data.task_rows import (
     first_column,
     row_chat,
     row_tools,
-    with_begun,
     with_opening,
+    with_prefix_mark,
 )
 from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
 from rl_core.data.token_stream import TokenStream, text_after
@@ -98,7 +98,7 @@ def as_sampled(
 def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
     column = first_column(row, PROMPT_COLUMNS) or "messages"
-    asked = with_begun(row, column_messages(row, column, notes=notes))
+    asked = with_prefix_mark(row, column_messages(row, column, notes=notes))
     messages = with_opening(row, asked, notes)
     if column not in CONVERSATIONS:
         replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
@@ -188,8 +188,8 @@ def sft_turns(chat: Chat, messages: list[Message], tools: list | None = None) ->
 def prompt_of(messages: list[Message], index: int) -> list[Message]:
     """The messages before message `index`, and the prefix that it continues."""
     prefix = messages[index].get("prefix") if index < len(messages) else None
-    begun = [{"role": "assistant", "content": prefix, "prefix": True}] if prefix else []
-    return messages[:index] + begun
+    unfinished = [{"role": "assistant", "content": prefix, "prefix": True}] if prefix else []
+    return messages[:index] + unfinished
 
 
 def check_turn(chat: Chat, messages: list[Message], tools: list | None) -> None:
@@ -429,11 +429,11 @@ def with_prefixes(messages: list[Message]) -> list[Message]:
     continues such a message."""
     joined: list[Message] = []
     for number, message in enumerate(messages, 1):
-        begun = joined[-1] if joined else {}
-        if begun.get("prefix") is True and message["role"] == "assistant":
-            prefix, is_begun = text_of(begun), message.get("prefix") is True
+        unfinished = joined[-1] if joined else {}
+        if unfinished.get("prefix") is True and message["role"] == "assistant":
+            prefix, is_prefix = text_of(unfinished), message.get("prefix") is True
             content = prefix + text_of(message)
-            joined[-1] = {**message, "content": content, "prefix": is_begun or prefix}
+            joined[-1] = {**message, "content": content, "prefix": is_prefix or prefix}
         else:
             joined.append(message)
         is_last = number == len(messages) or messages[number]["role"] != "assistant"

@@ -103,7 +103,7 @@ def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
             "another column is read by --data.columns prompt=NAME, or messages=NAME for "
             "conversations that end with the solution"
         )
-    messages = with_begun(row, column_messages(row, column, notes=notes))
+    messages = with_prefix_mark(row, column_messages(row, column, notes=notes))
     num_messages = len(messages)
     if column in CONVERSATIONS:
         while len(messages) > 1 and messages[-1]["role"] == "assistant":
@@ -115,7 +115,7 @@ def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     return with_opening(row, messages, notes)
 
 
-def with_begun(row: Row, messages: list[Message]) -> list[Message]:
+def with_prefix_mark(row: Row, messages: list[Message]) -> list[Message]:
     """The messages of a prompt, the last one marked as a prefix by `continue_final_message`."""
     name = "continue_final_message"
     if row.get(name) in (None, False):

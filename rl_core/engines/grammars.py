@@ -57,7 +57,7 @@ class Grammars:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.known: dict[tuple[int, ...], LLTokenizer] = {}  # Key: the end tokens.
 
-    def matcher(self, params: SamplingParams, begun: Sequence[int]) -> LLMatcher:
+    def matcher(self, params: SamplingParams, partial_ids: Sequence[int]) -> LLMatcher:
         """The state of a completion that has begun with these tokens. Raises ValueError for a
         schema that is too long or that llguidance cannot read."""
         from llguidance import LLMatcher
@@ -75,7 +75,7 @@ class Grammars:
             self.known[ends] = self.read_tokenizer(ends)
         grammar = LLMatcher.grammar_from_json_schema(params.json_schema, defaults=SPACES)
         matcher = LLMatcher(self.known[ends], grammar, log_level=0)
-        matcher.consume_tokens(list(begun))
+        matcher.consume_tokens(list(partial_ids))
         if error := failure(matcher):
             raise ValueError(error)
         return matcher

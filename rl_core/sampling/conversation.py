@@ -210,11 +210,11 @@ class Conversation:
         self,
         reward: float | Mapping[str, float | None] | None,
         *,
-        seat: str = "",
+        player: str = "",
         metrics: dict[str, float] | None = None,
     ) -> Trajectory:
         """The scored trajectory of the conversation. A dict is summed and each part is logged. In a
-        group, trajectories of one actor and seat share a baseline."""
+        group, trajectories of one actor and player share a baseline."""
         self._check_idle()
         if self.overridden and self.speaker.is_trainable:
             name = self.overridden[0]
@@ -231,7 +231,7 @@ class Conversation:
         return self.record(
             reward=math.fsum(parts.values()),
             reward_parts=parts,
-            seat=seat,
+            player=player,
             metrics=self.metrics | env_metrics(metrics or {}) | not_applied,
         )
 

@@ -173,7 +173,7 @@ class Episode:
                 metrics=conversation.metrics,
             )
         self.trajectories[name].turn_rewards.append(0.0)
-        self.trajectories[name].places.append(len(self.messages))
+        self.trajectories[name].message_indices.append(len(self.messages))
         self.speaker = name
 
     async def interact(self, name: str, is_last: bool) -> bool:

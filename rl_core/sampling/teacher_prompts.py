@@ -58,7 +58,7 @@ class TeacherPrompts:
         self, player: EpisodeRunner, env: Env, task: Task, t: Trajectory, scored: list[Trajectory]
     ) -> None:
         """Adds the teacher's prompt to a trajectory. An error fails the trajectory."""
-        same = [other for other in scored if (other.actor, other.seat) == (t.actor, t.seat)]
+        same = [other for other in scored if (other.actor, other.player) == (t.actor, t.player)]
         asking = ask(env, task, t, same)
         try:
             messages = await run_within(asking, player.config.episode_timeout_s)

@@ -346,7 +346,7 @@ class BubblewrapBox:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
-    def hand_over(self) -> BubblewrapBox:
+    def transfer(self) -> BubblewrapBox:
         """The same box as a new object. By this one nobody reaches it any more: a call that comes
         late would else be in another episode."""
         heir = copy.copy(self)

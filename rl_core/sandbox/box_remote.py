@@ -196,7 +196,7 @@ class BoxService:
     ) -> T:
         """Calls the service, again for `retry_s` while it is overloaded or out of reach. Raises
         RemoteError."""
-        begun, pause_s = time.monotonic(), FIRST_PAUSE_S
+        started_s, pause_s = time.monotonic(), FIRST_PAUSE_S
         while True:
             try:
                 return await request()
@@ -208,7 +208,7 @@ class BoxService:
                 fault = self.driver.fault(error)
             is_safe = is_repeatable or fault.status in NOT_STARTED or not fault.was_sent
             wait_s = max(fault.retry_after_s, pause_s * random.uniform(0.5, 1.5))
-            left_s = begun + retry_s - time.monotonic()
+            left_s = started_s + retry_s - time.monotonic()
             if not (fault.is_transient and is_safe) or wait_s > left_s:
                 status = f"{fault.status}: " if fault.status else ""
                 text = self.clean(f"{status}{fault.message}")

@@ -148,7 +148,7 @@ class OpenBox:
         if not (self.reuse and self.box.can_be_reset):
             await self.box.close()
             return
-        surplus = box = self.box.hand_over()
+        surplus = box = self.box.transfer()
         try:
             await box.reset()
             surplus = KEPT.put(box)

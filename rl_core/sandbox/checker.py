@@ -18,13 +18,13 @@ from rl_core.sandbox import pytest_files
 from rl_core.sandbox.values import decode, encode, is_same, keep_ends, receive, send
 
 
-class Short(reprlib.Repr):
+class ShortRepr(reprlib.Repr):
     def repr_int(self, number: int, level: int) -> str:
         bits = number.bit_length()  # Python refuses to write more than 4,300 digits.
         return super().repr_int(number, level) if bits < 1000 else f"an integer of {bits} bits"
 
 
-SHORT = Short()
+SHORT = ShortRepr()
 SHORT.maxstring = SHORT.maxother = 120
 MODULES = {
     "math",

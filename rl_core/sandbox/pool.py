@@ -31,11 +31,11 @@ BEGIN = (
 )
 
 
-class Refused(RuntimeError):
+class SystemRefusedError(RuntimeError):
     """This machine cannot isolate a program."""
 
 
-class Lost(RuntimeError):
+class WorkerLostError(RuntimeError):
     """A supervisor ended without a result, for example killed for memory."""
 
 
@@ -105,12 +105,12 @@ class Pool:
         self.numbers = itertools.count()
 
     def start(self) -> str:
-        """The level of isolation. Raises Refused with the reason of each level."""
+        """The level of isolation. Raises SystemRefusedError with the reason of each level."""
         with self.lock:
             if self.pid == os.getpid() and self.control is not None:
                 return self.level
             if sys.platform != "linux":
-                raise Refused(
+                raise SystemRefusedError(
                     "code that a model wrote is isolated by Linux's kernel, and this machine runs "
                     f"{sys.platform}; train on Linux, or in a Linux container (docker run -it "
                     "python:3.12)"
@@ -123,7 +123,7 @@ class Pool:
                 # AttributeError: Python was built without pidfds.
                 except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
                     reasons.append(f"{level}: {error}")
-        raise Refused(
+        raise SystemRefusedError(
             "this machine cannot close off network and files for code that a model wrote; install "
             f"bubblewrap and allow user namespaces, or use Landlock ({'; '.join(reasons)})"
         )
@@ -196,8 +196,8 @@ class Pool:
         return isolation.bubblewrap(argv) if level == "bubblewrap" else argv
 
     def launch(self, header: dict[str, Any], fds: list[int]) -> None:
-        """Sends a request to the warm process. Raises Lost if that process has died; start() then
-        makes another one."""
+        """Sends a request to the warm process. Raises WorkerLostError if that process has died;
+        start() then makes another one."""
         with self.lock:
             control = self.control
             try:
@@ -208,7 +208,7 @@ class Pool:
             except (OSError, AssertionError) as error:
                 if self.control is control:
                     self.control = None
-                raise Lost(str(error)) from error
+                raise WorkerLostError(str(error)) from error
 
     def close(self) -> None:
         with self.lock:
@@ -300,7 +300,8 @@ async def run_process(
 ) -> Outcome:
     """Runs one process of a program. `header`: role, limits, timeout_s. `parts`: data for its job
     socket. `rpc`: its end of a socket to another process, closed here. `stop`: ends the process
-    when set; cancellation ends the process too. Raises Lost, Refused."""
+    when set; cancellation ends the process too. Raises WorkerLostError and
+    SystemRefusedError."""
     channels = Channels(pool, header, rpc)
     limits = header["limits"]
     most, back = limits["output_kib"] << 10, limits["file_mib"] + 1 << 20
@@ -325,11 +326,11 @@ async def run_process(
             task.cancel()
         channels.close()
     if len(status) < 4:
-        raise Lost(
+        raise WorkerLostError(
             "the supervisor of a program ended without a result: "
             f"{stderr[-300:].decode(errors='replace')}"
         )
     end = json.loads(status[4:])
     if "refused" in end:
-        raise Refused(end["refused"])
+        raise SystemRefusedError(end["refused"])
     return Outcome(stdout=stdout, stderr=stderr, back=sent, cut=channels.cut, **end)

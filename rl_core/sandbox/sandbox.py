@@ -16,7 +16,7 @@ from rl_core.sandbox import run_flags
 from rl_core.sandbox.isolation import CONTAINERS, LEVELS, REMOTE
 from rl_core.sandbox.job import COMPILE_MIB, COMPILE_S, LANGUAGES, Job, Limits
 from rl_core.sandbox.judging import Result, is_pair, judge_calls, judge_runs, not_compiled
-from rl_core.sandbox.pool import MAX_WAIT, Lost, Outcome, Pool, run_process
+from rl_core.sandbox.pool import MAX_WAIT, Outcome, Pool, WorkerLostError, run_process
 from rl_core.sandbox.runner import NO_COMPILER
 from rl_core.sandbox.values import encode
 
@@ -205,7 +205,7 @@ class Sandbox:
                         raise
                     ended.set()
                     return [await program, checked]
-                except Lost:
+                except WorkerLostError:
                     if attempt == TRIES - 1:
                         raise
                 finally:
@@ -223,7 +223,7 @@ class Sandbox:
             for attempt in range(TRIES):
                 try:
                     return await self._try(role, parts, timeout_s, memory_mib)
-                except Lost:
+                except WorkerLostError:
                     if attempt == TRIES - 1:
                         raise
         raise AssertionError

@@ -141,7 +141,7 @@ def check_oracle(
     from rl_core.sampling.watchdog import run_hooks
     from rl_core.tools.reference_answers import Table, judge_all
 
-    begun = time.monotonic()
+    started_s = time.monotonic()
     chat = plain_chat(ToolCalls)
 
     async def play_nothing(task: Task) -> list[Trajectory]:
@@ -154,7 +154,7 @@ def check_oracle(
     print("== oracle", flush=True)
     verdicts = run_hooks(judge_all(env, tasks, play_nothing, tell), options.hook_timeout_s)
     table = Table(verdicts=verdicts, refused=refused_tasks(options.rows))
-    table.seconds = time.monotonic() - begun
+    table.seconds = time.monotonic() - started_s
     print()
     say("result", table.lines())
     counts = table.as_data()
@@ -309,9 +309,9 @@ async def play_all(
 
 async def with_time(playing: Coroutine[object, object, T], limit: str) -> T:
     """The result of `playing`. Prints a line each TELL_S seconds until then."""
-    task, begun = asyncio.create_task(playing), time.monotonic()
+    task, started_s = asyncio.create_task(playing), time.monotonic()
     while not (await asyncio.wait({task}, timeout=TELL_S))[0]:
-        waited = f"episodes have been played for {time.monotonic() - begun:.0f} s"
+        waited = f"episodes have been played for {time.monotonic() - started_s:.0f} s"
         print(f"{waited}; {limit} ...", file=sys.stderr, flush=True)
     return task.result()
 

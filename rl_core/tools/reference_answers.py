@@ -145,7 +145,7 @@ async def judge_all(
 async def judge(
     env: Env, task: Task, play_nothing: Callable[[Task], Awaitable[list[Trajectory]]]
 ) -> Verdict:
-    begun = time.monotonic()
+    started_s = time.monotonic()
     verdict = Verdict(task=name_of(task), oracle=None, nothing=None, seconds=0.0)
     try:
         result = await env.hooks["oracle"](task, {"task": task})
@@ -166,7 +166,7 @@ async def judge(
     else:
         verdict.nothing = max(episode_rewards(played))
         verdict.log = verdict.log or played[0].log
-    verdict.seconds = time.monotonic() - begun
+    verdict.seconds = time.monotonic() - started_s
     return verdict
 
 

@@ -268,7 +268,7 @@ def set_rewards(parts: dict[Path, list[Trajectory]], rewards: Path) -> None:
     from rl_core.data.tables import read_rewards
 
     by_file = read_rewards(rewards)
-    names = ("group_id", "index", "actor", "seat")
+    names = ("group_id", "index", "actor", "player")
     for file, trajectories in parts.items():
         lines = by_file.get(file.name, [])
         keys = [[line[name] for name in names] for line in lines]
@@ -378,7 +378,7 @@ def token_values(
 def line_of(t: Trajectory, values: dict[int, Values]) -> JSONObject:
     """A line of tokens/, as the trajectory's line of rollouts/."""
     turns = [values.get(turn.completion.policy_version, {}) for turn in t.turns]
-    names = ("task_id", "group_id", "index", "actor", "seat")
+    names = ("task_id", "group_id", "index", "actor", "player")
     return {name: getattr(t, name) for name in names} | {"turns": turns}
 
 

@@ -217,7 +217,7 @@ async def rescore(
             kept = await rescore_groups(rescorer, groups, config, f"step {step} of {max(files)}")
             for (file, t), old in zip(stored, before, strict=True):
                 after = without_turns(t)
-                names = ("task_id", "env", "group_id", "index", "actor", "seat", *RESCORED)
+                names = ("task_id", "env", "group_id", "index", "actor", "player", *RESCORED)
                 line: JSONObject = {name: getattr(after, name) for name in names}
                 line |= {"file": file.name, "kept": kept.get(id(t), []), "before": old.reward}
                 lines.append(line | {"parts_before": old.reward_parts})
@@ -302,7 +302,7 @@ def facts(pairs: list[Pair]) -> JSONObject:
     of_before = {id(after): before for before, after in pairs}
     live = [after for before, after in pairs if "failed" not in (before.status, after.status)]
     changes = []
-    for group in grouped(live, "env", "group_id", "actor", "seat"):
+    for group in grouped(live, "env", "group_id", "actor", "player"):
         episodes = by_episode(group)
         new = episode_rewards(group)
         old = episode_rewards([of_before[id(t)] for t in group])

@@ -150,6 +150,6 @@ def test_an_environments_agents_are_played_by_the_actors_of_their_names(sums):
     assert "the agents of sums_taskset are assistant, user" in failed.error
     # One actor plays both agents; the library never trains its user.
     [trained] = play_cast(env, policy="###DONE### is not 2")
-    assert (trained.seat, trained.reward) == ("assistant", 1.0)
+    assert (trained.player, trained.reward) == ("assistant", 1.0)
     assert trained.metrics["user_turns"] == 2
     assert "USER" not in str(trained.messages)

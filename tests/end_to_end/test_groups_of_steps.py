@@ -212,13 +212,13 @@ def test_a_resumed_run_says_which_environment_file_has_changed(run):
     assert run.printed.count(says) == 1
 
 
-def test_seats_of_one_actor_have_baselines_of_their_own(run):
-    seats = """
+def test_players_of_one_actor_have_baselines_of_their_own(run):
+    players = """
 async def rollout(task, actors):
     first, second = await actors["policy"].respond(task.messages, n=2)
-    return [first.trajectory(1.0, seat="first"), second.trajectory(0.0, seat="second")]
+    return [first.trajectory(1.0, player="first"), second.trajectory(0.0, player="second")]
 """
-    status, out, output = run(seats, "--num_steps", "1")
+    status, out, output = run(players, "--num_steps", "1")
     [row] = metrics(out)
     assert (
         status == 0
@@ -226,7 +226,7 @@ async def rollout(task, actors):
         and row["rollout/policy/zero_signal_frac"] == 1
     )
     assert row["learn/policy/skipped_updates"] == 1, (
-        "each seat's rewards are all equal: there is nothing to learn"
+        "each player's rewards are all equal: there is nothing to learn"
     )
 
 

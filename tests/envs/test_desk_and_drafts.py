@@ -110,19 +110,19 @@ def solution(prompt: str) -> str:
 
 def drafted(actors: dict, row: dict) -> dict[str, list]:
     result = stage.run(env_of("code_parallel"), stage.cast(**actors), rows=[row], max_tokens=900)
-    seats: dict[str, list] = {}
+    players: dict[str, list] = {}
     for trajectory in result:
         assert trajectory.status != "failed", trajectory.error
-        seats.setdefault(trajectory.seat, []).append(trajectory)
-    return seats
+        players.setdefault(trajectory.player, []).append(trajectory)
+    return players
 
 
 def test_a_failed_draft_is_written_again_and_seen_with_its_tests():
     row = env_of("code_parallel").load_tasks("train")[0]
     right, wrong = solution(row["prompt"]), "def f(x): return 0"
     actors = {"ann": [wrong, right], "ben": wrong, "combiner": right}
-    seats = drafted(actors, row)
-    [answer] = seats["combine"]
+    players = drafted(actors, row)
+    [answer] = players["combine"]
     assert (answer.actor, answer.reward, answer.metrics["drafts_best"]) == ("combiner", 1, 1)
     shown = answer.messages[0]["content"]
     assert shown.count("Draft ") == 4 and "All tests passed." in shown and right in shown
@@ -131,17 +131,17 @@ def test_a_failed_draft_is_written_again_and_seen_with_its_tests():
     zero, one = (int(test.split("== ")[1]) for test in row["test_list"][:2])
     known = drafted({"policy": f"def f(x): return {{0: {zero}, 1: {one}}}[x]"}, row)
     assert [t.reward for t in known["combine"] + known["draft"]] == [0, 0, 0, 0]
-    result = {t.actor: (t.reward, len(t.turns)) for t in seats["draft"]}
+    result = {t.actor: (t.reward, len(t.turns)) for t in players["draft"]}
     assert result == {"ann": (1.0, 2), "ben": (pytest.approx(0.3), 2)}
 
 
 def test_one_actor_drafts_and_combines_and_wrong_programs_earn_nothing():
     row = env_of("code_parallel").load_tasks("train")[0]
-    seats = drafted({"policy": "def f(x): return 0"}, row)
-    assert [t.reward for t in seats["combine"] + seats["draft"]] == [0, 0, 0, 0]
-    seats = drafted({"policy": solution(row["prompt"])}, row)
-    assert [t.reward for t in seats["combine"] + seats["draft"]] == [1, 1, 1, 1]
-    assert {len(t.turns) for t in seats["draft"]} == {1}
+    players = drafted({"policy": "def f(x): return 0"}, row)
+    assert [t.reward for t in players["combine"] + players["draft"]] == [0, 0, 0, 0]
+    players = drafted({"policy": solution(row["prompt"])}, row)
+    assert [t.reward for t in players["combine"] + players["draft"]] == [1, 1, 1, 1]
+    assert {len(t.turns) for t in players["draft"]} == {1}
 
 
 # Replies of two kinds

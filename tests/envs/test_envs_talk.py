@@ -37,7 +37,7 @@ def episode(name, row, group_size=1, limits=None, max_turns=None, max_tokens=400
 
 
 def rewards(result):
-    return {(t.actor, t.seat): round(t.reward, 6) for t in result}
+    return {(t.actor, t.player): round(t.reward, 6) for t in result}
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_drafts_earn_by_their_own_and_the_combined_answer():
     result = episode(
         "parallel_thinking", {"answer": 7, "prompt": "3+4?"}, policy=drafts("7", "7", "8")
     )
-    separate = [t for t in result if t.seat == "draft"]
-    [answer] = [t for t in result if t.seat == "combine"]
+    separate = [t for t in result if t.player == "draft"]
+    [answer] = [t for t in result if t.player == "combine"]
     assert len(separate) == 4 and answer.messages[0]["content"].startswith(
         "3+4?\n\nHere are drafts"
     )
@@ -229,7 +229,7 @@ def test_rules_find_the_better_side_whoever_has_it(ann, ben, won, pro):
     if pro:  # Ben is for the motion.
         ann = [text.replace("I am against", "I am for") for text in ann]
     result = episode("debate", {"prompt": "More trains", "pro": pro}, ann=ann, ben=ben)
-    assert {t.actor: t.seat for t in result} == {
+    assert {t.actor: t.player for t in result} == {
         "ann": "con" if pro else "pro",
         "ben": "pro" if pro else "con",
     }
@@ -259,7 +259,7 @@ def test_a_judge_decides_a_debate_in_both_orders(verdict, won):
 
 def test_one_actor_debates_with_itself_and_reads_the_other_side():
     result = episode("debate", {"prompt": "More trains", "pro": 0}, policy=["one", "two"])
-    pro, con = sorted(result, key=lambda t: t.seat == "con")
+    pro, con = sorted(result, key=lambda t: t.player == "con")
     asked = [[m["content"] for m in t.messages if m["role"] == "user"] for t in (pro, con)]
     assert asked[0] == [
         "Motion: More trains. You are for it. Give reasons and evidence.",

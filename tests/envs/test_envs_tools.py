@@ -1116,10 +1116,10 @@ START = {"prompt": "Chess.", "fen": chess.STARTING_FEN}
 
 
 def games(row: dict, max_tokens: int = 50, **says) -> dict:
-    """Trajectory by (actor, seat) of one game in which each actor says these."""
+    """Trajectory by (actor, player) of one game in which each actor says these."""
     outcome = stage.run(env_of("chess_game"), stage.cast(**says), rows=[row], max_tokens=max_tokens)
     assert all(t.status != "failed" for t in outcome), [t.error for t in outcome]
-    return {(t.actor, t.seat): t for t in outcome}
+    return {(t.actor, t.player): t for t in outcome}
 
 
 def test_positions_are_of_three_levels_and_of_one_split():
@@ -1161,7 +1161,7 @@ def test_fools_mate_is_played_in_both_notations_and_black_earns_it():
         seen.startswith(f"Chess. You are white.\n\n{chess.STARTING_FEN}\nLegal: ")
         and seen.count(",") == 19
     )
-    # The same actor says the same in each seat: g4 is no move of black's.
+    # The same actor says the same in each player: g4 is no move of black's.
     alone = games(START, policy=["f3", "g4"])
     assert (
         alone["policy", "black"].metrics["illegal"] == 1
@@ -1193,7 +1193,7 @@ def test_repeated_games_are_draws_and_long_ones_are_scored(
     env = env_of("chess_game")
     monkeypatch.setitem(env.hooks["rollout"].function.__globals__, "MAX_PLIES", 3)
     actors = stage.cast(ann=["Kg1", "Kf1"], ben=["Kg8", "Kf8"])
-    assert {t.seat: t.reward_parts["result"] for t in stage.run(env, actors, rows=[queen])} == {
+    assert {t.player: t.reward_parts["result"] for t in stage.run(env, actors, rows=[queen])} == {
         "white": 0.725,
         "black": 0.275,
     }

@@ -1,4 +1,4 @@
-"""The shipped environments with several actors: rules, rewards, seats, and runs of the real
+"""The shipped environments with several actors: rules, rewards, players, and runs of the real
 command."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def play(
 
 def rewards(result) -> dict[tuple[str, str], float]:
     assert all(t.status != "failed" for t in result), [t.error for t in result]
-    return {(t.actor, t.seat): t.reward for t in result}
+    return {(t.actor, t.player): t.reward for t in result}
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,10 @@ def test_lines_and_free_cells():
     assert (move_of("2", board), move_of(" 9\n", board)) == (1, 8)
 
 
-def test_one_actor_plays_both_seats_and_each_is_rewarded():
+def test_one_actor_plays_both_players_and_each_is_rewarded():
     result, _ = play("tic_tac_toe", {"policy": ["1", "4", "2", "5", "3"]})
     assert rewards(result) == {("policy", "x"): 1.0, ("policy", "o"): 0.0}
-    x, o = sorted(result, key=lambda t: t.seat != "x")
+    x, o = sorted(result, key=lambda t: t.player != "x")
     assert [m["content"][-11:] for m in x.messages if m["role"] == "user"] == [
         "123\n456\n789", "x23\no56\n789", "xx3\noo6\n789"]  # fmt: skip
     assert (len(x.turns), len(o.turns)) == (3, 2) and "You are o." in o.messages[0]["content"]
@@ -180,19 +180,19 @@ def test_one_actor_plays_both_seats_and_each_is_rewarded():
 
 @pytest.mark.parametrize("bad", ["4", "1", "0", "", "I do not know.", "\x00}{<|end|>", "6 7"])
 def test_an_illegal_or_garbage_move_loses(bad):
-    result, _ = play("tic_tac_toe", {"ann": ["1", bad], "ben": ["4"]}, seat="x")
+    result, _ = play("tic_tac_toe", {"ann": ["1", bad], "ben": ["4"]}, player="x")
     assert rewards(result) == {("ann", "x"): 0.0, ("ben", "o"): 1.0}
     assert {t.actor: t.metrics["illegal"] for t in result} == {"ann": 1.0, "ben": 0.0}
 
 
 def test_a_reply_that_is_cut_off_loses():
-    result, _ = play("tic_tac_toe", {"ann": ["1"], "ben": ["4"]}, max_tokens=1, seat="x")
+    result, _ = play("tic_tac_toe", {"ann": ["1"], "ben": ["4"]}, max_tokens=1, player="x")
     assert rewards(result) == {("ann", "x"): 0.0}
 
 
-def test_the_row_seats_the_first_actor_and_opens_the_board():
+def test_the_row_players_the_first_actor_and_opens_the_board():
     result, _ = play(
-        "tic_tac_toe", {"ann": ["1", "2", "3"], "ben": ["4", "5"]}, seat="o", opening="9"
+        "tic_tac_toe", {"ann": ["1", "2", "3"], "ben": ["4", "5"]}, player="o", opening="9"
     )
     # ben's stone lies on 9; ann (o) moves first: o1 x4 o2 x5 o3
     assert rewards(result) == {("ann", "o"): 1.0, ("ben", "x"): 0.0}
@@ -208,13 +208,13 @@ def test_the_row_seats_the_first_actor_and_opens_the_board():
 def test_the_random_player_moves_legally_and_the_same_way_again(side):
     order = random.Random(3).sample("123456789", 9)
     games = [
-        play("tic_tac_toe", {"ann": order, "ben": order}, split="eval", seat=side)[0]
+        play("tic_tac_toe", {"ann": order, "ben": order}, split="eval", player=side)[0]
         for _ in range(2)
     ]
     assert [t.messages for t in games[0]] == [t.messages for t in games[1]]
     assert {t.actor for t in games[0]} == {"ann", "ben"}  # Each has a separate game.
     for t in games[0]:
-        assert t.seat == side and {"won_random", "illegal_random"} <= t.metrics.keys()
+        assert t.player == side and {"won_random", "illegal_random"} <= t.metrics.keys()
         boards = [m["content"][-11:] for m in t.messages if m["role"] == "user"]
         stones = [(b.count("x"), b.count("o")) for b in boards]
         assert stones == [(n, n) if side == "x" else (n + 1, n) for n in range(len(boards))]

@@ -72,7 +72,7 @@ def play(env, actors: dict, seed: int = 1, max_tokens: int = 200, **options):
 def test_two_actors_or_one_play_and_the_games_rewards_are_theirs(monkeypatch):
     env = env_of("textarena_env", monkeypatch, TEXTARENA_ENV="TicTacToe-v0")
     result = play(env, {"ann": ["[0]", "[1]", "[2]"], "ben": ["[3]", "[4]"]})
-    assert {(t.actor, t.seat, t.reward) for t in result} == {
+    assert {(t.actor, t.player, t.reward) for t in result} == {
         ("ann", "player 0", 1.0),
         ("ben", "player 1", -1.0),
     }
@@ -82,7 +82,7 @@ def test_two_actors_or_one_play_and_the_games_rewards_are_theirs(monkeypatch):
         "[0]" not in ben.messages[2]["content"].split("Current Board")[0]
     )  # New observations alone.
     separate = play(env, {"policy": ["[4]", "[0]", "[8]", "[1]"]})
-    assert {t.actor for t in separate} == {"policy"} and sorted(t.seat for t in separate) == [
+    assert {t.actor for t in separate} == {"policy"} and sorted(t.player for t in separate) == [
         "player 0",
         "player 1",
     ]

@@ -34,7 +34,7 @@ WORDS = re.compile(
     r"whole cop(y|ies)|in the place of)\b"
 )
 NAMES = {"own", "how", "given", "found", "told", "said", "part", "place"}
-NAMES |= {"what", "whole", "beside", "taken"}  # `seat` is a field of files and of the API.
+NAMES |= {"what", "whole", "beside", "taken"}
 
 # Findings of each folder or page. Lower a number as soon as its folder has fewer.
 BUDGET = {

@@ -192,6 +192,6 @@ def test_a_group_of_equal_rewards_has_signal_where_states_differ():
 def test_the_metric_counts_turns_whose_state_came_again():
     # Six of the seven turns: all but the one in c.
     assert state_metrics(THREE)["shared_state_frac"].value == 6 / 7
-    seats = [dataclasses.replace(t, seat=str(t.index)) for t in THREE]
-    assert state_metrics(seats)["shared_state_frac"].value == 2 / 7  # b of the third
+    players = [dataclasses.replace(t, player=str(t.index)) for t in THREE]
+    assert state_metrics(players)["shared_state_frac"].value == 2 / 7  # b of the third
     assert state_metrics([episode(0, "--", [0.0, 1.0])]) == {}

@@ -70,7 +70,7 @@ def test_a_healthy_run_is_told_nothing(tmp_path):
     game = [
         row(reward_mean=0.0, zero_signal_frac=0.3, entropy_nats=0.8 - 0.002 * n) for n in range(200)
     ]
-    assert warned(game, tmp_path / "b") == []  # what one seat wins the other loses
+    assert warned(game, tmp_path / "b") == []  # what one player wins the other loses
     small = [
         row(reward_mean=n, **{"reward/right": 0.8 + 0.001 * (n % 2), "reward/form": 0.01 * (n % 2)})
         for n in range(40)

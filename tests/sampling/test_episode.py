@@ -366,7 +366,7 @@ def test_rewards_of_interact_stand_on_the_turns_that_they_follow(env_of):
     )
     assert (alice.turn_rewards, alice.reward) == ([3.5], 3.5)
     # Among the messages, of which the task's is the first.
-    assert (bob.places, alice.places) == ([2, 4], [3])
+    assert (bob.message_indices, alice.message_indices) == ([2, 4], [3])
     assert one(run(env_of("def reward_fn(): return 1"), cast(bob="B"))).turn_rewards == []
 
 
@@ -551,8 +551,8 @@ def test_a_rollout_continues_and_branches_conversations_with_exact_tokens(env_of
             third = other.fork()
             await third.respond("deeper")
             replies = await actors["alice"].respond(task.messages, n=3, max_tokens=30, stop=["!"])
-            return [reply.trajectory(1.0), other.trajectory({"a": 0.5, "b": 0.25}, seat="right"),
-                    third.trajectory(True, seat="third", metrics={"depth": 3})] + [r.trajectory(0) for r in replies]
+            return [reply.trajectory(1.0), other.trajectory({"a": 0.5, "b": 0.25}, player="right"),
+                    third.trajectory(True, player="third", metrics={"depth": 3})] + [r.trajectory(0) for r in replies]
     """)
     actors = cast(bob=lambda prompt, seed: f"b{seed}", alice=lambda prompt, seed: f"a{seed}")
     trajectories = run(env, actors)
@@ -560,7 +560,7 @@ def test_a_rollout_continues_and_branches_conversations_with_exact_tokens(env_of
         [t for t in trajectories if t.actor == "bob"],
         [t for t in trajectories if t.actor == "alice"],
     )
-    assert [(t.seat, t.reward, len(t.turns)) for t in bob] == [
+    assert [(t.player, t.reward, len(t.turns)) for t in bob] == [
         ("", 1.0, 2),
         ("right", 0.75, 2),
         ("third", 1.0, 3),
@@ -723,10 +723,12 @@ def test_documented_race_of_a_proposer_and_solvers(documented):
     )
     assert {t.status for t in trajectories} == {"ok"} and (len(proposed), len(solved)) == (6, 24)
     assert (
-        {t.seat for t in solved} == {t.messages[-1]["content"] for t in proposed} == {"0+1", "1+1"}
+        {t.player for t in solved}
+        == {t.messages[-1]["content"] for t in proposed}
+        == {"0+1", "1+1"}
     )
     for t in solved:
-        assert t.reward == float(int(t.messages[-1]["content"]) == int(t.seat[0]) + 1)
+        assert t.reward == float(int(t.messages[-1]["content"]) == int(t.player[0]) + 1)
     for t in proposed:
         rewards = [s.reward for s in solved if s.index == t.index]
         share = sum(rewards) / 4
@@ -734,7 +736,7 @@ def test_documented_race_of_a_proposer_and_solvers(documented):
     assert 0 < sum(t.reward for t in solved) < 24
 
 
-def test_documented_game_of_one_actor_in_two_seats(documented):
+def test_documented_game_of_one_actor_in_two_players(documented):
     env = documented("ten")
     check_actors(env, ["policy"])
 
@@ -748,7 +750,7 @@ def test_documented_game_of_one_actor_in_two_seats(documented):
         ("1", -1.0, 1.0),
         ("3", 1.0, -1.0),
     ):
-        by_name = {t.seat: t for t in run(env, cast(policy=say))}
+        by_name = {t.player: t for t in run(env, cast(policy=say))}
         assert {name: t.reward for name, t in by_name.items()} == {"first": first} | (
             {"second": second} if second else {}
         )

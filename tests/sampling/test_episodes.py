@@ -240,8 +240,8 @@ def test_a_group_has_signal_where_one_episode_alone_has_a_later_turn():
     assert has_signal(group, row)
 
 
-def test_episodes_are_told_apart_by_environment_group_actor_and_seat():
-    others = ({"env": "b"}, {"group_id": "b"}, {"actor": "b"}, {"seat": "b"})
+def test_episodes_are_told_apart_by_environment_group_actor_and_player():
+    others = ({"env": "b"}, {"group_id": "b"}, {"actor": "b"}, {"player": "b"})
     trajectories = [
         trajectory(0, reward=1.0),
         *(trajectory(0, reward=1.0, **more) for more in others),

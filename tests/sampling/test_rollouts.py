@@ -12,11 +12,11 @@ from rl_core.sampling.engine import EngineDied
 from rl_core.types import RunError
 
 
-def test_metrics_of_an_actor_count_groups_by_seat(env_of):
+def test_metrics_of_an_actor_count_groups_by_player(env_of):
     env = env_of("""
         async def rollout(task, actors):
             first, second = await actors["bob"].respond(task.messages, n=2)
-            return [first.trajectory(float(first.text), seat="first"), second.trajectory(1.0, seat="second")]
+            return [first.trajectory(float(first.text), player="first"), second.trajectory(1.0, player="second")]
     """)
     metrics = rollout_metrics(
         run(env, cast(bob=lambda p, s: str(s % 97)), group_size=4, rows=[ROW] * 2)

@@ -23,8 +23,8 @@ async def rollout(task, actors):
     await first.respond("more")
     await fork.respond("less")
     verdict = await actors["judge"].respond([{"role": "user", "content": second.answer}], tools=[{"type": "function", "function": {"name": "f"}}])
-    found = [first.trajectory({"a": 0.5, "b": len(verdict.text)}, seat="x", metrics={"m": actors["policy"].max_turns})]
-    return [*found, fork.trajectory(2, seat="y", metrics={"chars": len(fork.text)}), second.trajectory(1)]
+    found = [first.trajectory({"a": 0.5, "b": len(verdict.text)}, player="x", metrics={"m": actors["policy"].max_turns})]
+    return [*found, fork.trajectory(2, player="y", metrics={"chars": len(fork.text)}), second.trajectory(1)]
 """
 TURN = {"new_ids": [1, 2], "is_fresh": True}
 TURN["completion"] = {
@@ -101,7 +101,7 @@ def test_a_rollout_is_answered_ask_by_ask_and_gives_its_trajectories(worker_of, 
             {"a": 0.5, "b": 4.0},
             [1, 3],
         )
-        assert (one["seat"], one["status"], one["metrics"]) == ("x", "truncated", {"m": 4})
+        assert (one["player"], one["status"], one["metrics"]) == ("x", "truncated", {"m": 4})
         assert [m["content"] for m in one["messages"]] == ["1+1?", "one", "more", "end"]
         # Its context was full.
         assert (forked["turns"], forked["messages"][-1]["content"], forked["metrics"]) == (
@@ -183,7 +183,7 @@ def test_a_hooks_deadline_does_not_count_the_time_of_actors(worker_of):  # noqa:
 
 def test_a_returned_hook_asks_no_more_and_waits_cost_no_time():
     async def count() -> list[float]:
-        call, now_s, own_s = actors.HookCall(asyncio.sleep(0), actors.Asks(CAST)), 0.0, []
+        call, now_s, own_s = actors.HookCall(asyncio.sleep(0), actors.PendingCalls(CAST)), 0.0, []
         call.loop = type("Clock", (), {"time": lambda _: now_s})()
         for lasts_s, change in [(1, 1), (10, 1), (100, -1), (1000, -1), (2, 1), (10, -1), (4, 0)]:
             now_s += lasts_s
@@ -192,7 +192,7 @@ def test_a_returned_hook_asks_no_more_and_waits_cost_no_time():
         await call.task
         actors.CALL.set(call)
         with pytest.raises(RuntimeError, match="the hook of this actor has returned"):
-            await asyncio.wait_for(call.asks.ask(1, [], {}), 30)
+            await asyncio.wait_for(call.pending_calls.ask(1, [], {}), 30)
         return own_s
 
     assert asyncio.run(count()) == [1, 1, 1, 1, 3, 3, 7]
@@ -248,7 +248,7 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
     two.reward_mark = 0.5, False
 
     async def group_reward_fn(trajectories, actors, answer):
-        said = await actors["judge"].respond(f"{trajectories[0].seat} {answer}")
+        said = await actors["judge"].respond(f"{trajectories[0].player} {answer}")
         return [len(said.text), trajectories[0].turns[0].completion.logprobs[0]]
     """
 
@@ -278,7 +278,13 @@ def test_start_rewards_and_group_rewards_ask_too(worker_of):  # noqa: F811
         assert (await client.score(hooks=["two"])).asked.asks
         assert (await client.answer(5)).score.scores[0].reward == 7.0
         assert await client.cancel() == pb.COMPLETED
-        trajectory = {"task_id": "t", "env": "game", "group_id": "g", "seat": "x", "turns": [TURN]}
+        trajectory = {
+            "task_id": "t",
+            "env": "game",
+            "group_id": "g",
+            "player": "x",
+            "turns": [TURN],
+        }
         arguments = json.dumps({"trajectories": [trajectory]})
         await client.ask(
             "wrong", call=pb.CallRequest(env="game", hook="group_reward_fn", given=arguments)

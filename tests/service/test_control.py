@@ -214,5 +214,5 @@ def test_a_session_starts_on_the_worker_with_most_room():
     for name, room in rooms.items():
         beat = pb.Worker(loads=[pb.Load(env="e", capacity=room)])
         links[name] = WorkerLink(pb.Hello(worker=name), beat)
-    queue = starts.Starts(links, 10, None)
+    queue = starts.SessionStarts(links, 10, None)
     assert [queue.reserve("e").name for _ in range(6)] == ["c"] * 4 + ["a", "c"]

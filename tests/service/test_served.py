@@ -48,7 +48,7 @@ from rl_core.environments.service import client, connection
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.client import plain
 from rl_core.environments.service.session import read_trajectory
-from rl_core.environments.service.speakers import Speakers
+from rl_core.environments.service.speakers import ActorRegistry
 from rl_core.environments.service.wire import ServiceError, to_json
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
@@ -195,9 +195,9 @@ async def rollout(task, actors):
     replies = await asyncio.gather(first.respond("more", state_key="more"), branch.respond([{{"role": "user", "content": "less"}}]))
     verdict = await judge.respond(f"{{first.text}} or {{branch.text}}?", max_tokens=2, temperature=0.5)
     parts = {{"own": len(first.text) / 9 + before, "judged": sum(map(ord, verdict.answer)) / 999}}
-    found = [first.trajectory(parts, seat="a", metrics={{"tried": len(replies)}})]
+    found = [first.trajectory(parts, player="a", metrics={{"tried": len(replies)}})]
     found[0].turn_rewards = [found[0].reward / n for n in (2, 2)[: len(found[0].turns)]] if len(found[0].turns) == 2 else []
-    return [*found, branch.trajectory(len(branch.last_text), seat="b"), other.trajectory(policy.max_turns, seat="b")]
+    return [*found, branch.trajectory(len(branch.last_text), player="b"), other.trajectory(policy.max_turns, player="b")]
 
 async def _race(policy, judge):
     order = []
@@ -544,7 +544,7 @@ def test_environments_that_check_cannot_try_begin_sessions(examples, token):
     chess, mcp, openenv, scored, _ = (load_env(examples.url(name)) for name in OTHERS)
     fen = "7k/5ppp/8/8/8/8/5PPP/R5K1 w - - 0 1"
     [t] = play(chess, ["Ra8"], fen=fen, opponent="actor", prompt="Move.")
-    assert (t.status, t.seat, t.reward_parts) == (
+    assert (t.status, t.player, t.reward_parts) == (
         "ok",
         "white",
         {"result": 1.0, "legal": pytest.approx(0.2)},
@@ -598,7 +598,7 @@ def test_images_of_rows_and_of_served_hooks_are_those_of_a_file(service, files):
     sent = plain(served)
     assert to_json(sent, "").count(picture.url) == 1
     assert read_trajectory(sent).turns == served.turns
-    [returned] = Speakers(None).trajectories(to_json([sent], ""))
+    [returned] = ActorRegistry(None).trajectories(to_json([sent], ""))
     assert returned.turns == served.turns
     [first, _] = sent["turns"]
     forged = {"key": 5, "url": picture.url, "width": 900_000, "height": 1}

@@ -172,7 +172,7 @@ class Fuzz:
 
     def of_trajectories(self):
         text = self.pick(
-            "{", "[]", '{"turns": 3}', '{"turns": [3]}', '{"seat": {}}', '{"nothing": 1}'
+            "{", "[]", '{"turns": 3}', '{"turns": [3]}', '{"player": {}}', '{"nothing": 1}'
         )
         return self.one(2, trajectory=text), {WRONG}
 

@@ -136,7 +136,7 @@ def test_ranks_replay_their_own_rollouts_and_one_process_those_of_all(places, tm
             for line, row in pairs:
                 assert all(
                     line[key] == row[key]
-                    for key in ("task_id", "group_id", "index", "actor", "seat")
+                    for key in ("task_id", "group_id", "index", "actor", "player")
                 )
                 for values, turn in zip(line["turns"], row["turns"], strict=True):
                     old, entropy = by_transformers(before, turn)

@@ -93,11 +93,11 @@ def test_calls_of_tools_are_searched(run):
     assert [e.step for e in run.search("malmö", run.entries)] == [2]
 
 
-def test_an_advantage_is_over_an_actors_seat_and_step(run):
+def test_an_advantage_is_over_an_actors_player_and_step(run):
     def row(n, reward, **more):
         return trajectory(n, group_id="g", reward=reward, **more)
 
-    others = [row(0, 50.0, actor="bob"), row(0, 60.0, seat="black"), row(0, 70.0, env="digits")]
+    others = [row(0, 50.0, actor="bob"), row(0, 60.0, player="black"), row(0, 70.0, env="digits")]
     failed = row(2, None, status="failed", error="why")
     write_step(run.path, 2, [row(0, 1.0), row(1, 4.0), failed, *others])
     write_step(run.path, 3, [row(0, 80.0)])

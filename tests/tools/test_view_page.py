@@ -424,7 +424,7 @@ def test_text_of_a_model_is_never_part_of_the_page(tmp_path, serve, page_of):
         log=f"E: no pytest {evil}",
         columns={evil: evil},
     )
-    row.env = row.task_id = row.seat = evil
+    row.env = row.task_id = row.player = evil
     write_trajectories(folder / "rollouts/step_000001.jsonl.zst", [row])
     (folder / "warnings.jsonl").write_text(json.dumps({"step": 1, "text": evil}) + "\n")
     assert main([str(folder), "--report", str(tmp_path / "report.html")]) == 0

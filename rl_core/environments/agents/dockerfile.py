@@ -107,18 +107,18 @@ def read_instructions(path: Path) -> list[Instruction]:
 
 def joined_lines(text: str) -> Iterator[tuple[int, str]]:
     """(first line's number, text) of each instruction or command, without comments."""
-    begun, first = "", 0
+    instruction, first = "", 0
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        first = first if begun else number
-        begun += line.removesuffix("\\").replace("\t", " ")
+        first = first if instruction else number
+        instruction += line.removesuffix("\\").replace("\t", " ")
         if not line.endswith("\\"):
-            yield first, begun
-            begun = ""
-    if begun:
-        yield first, begun
+            yield first, instruction
+            instruction = ""
+    if instruction:
+        yield first, instruction
 
 
 def uses_network(text: str) -> bool:
@@ -225,14 +225,14 @@ class DockerfileRun:
         return str(PurePosixPath(self.cwd) / path)
 
     async def run(self, instruction: Instruction) -> None:
-        begun = time.monotonic()
+        started_s = time.monotonic()
         done = await self.box.exec(
             instruction.command,
             timeout_s=max(self.timeout_s, 0.1),
             environ=self.arguments | self.environ,
             cwd=self.cwd,
         )
-        self.timeout_s -= time.monotonic() - begun
+        self.timeout_s -= time.monotonic() - started_s
         if done.code != 0 or done.timed_out:
             ending = "ran longer than build_timeout_sec allows" if done.timed_out else "failed"
             reason = f"{ending}; the box has no network, and on this machine's system is read-only"

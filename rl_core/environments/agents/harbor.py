@@ -297,14 +297,14 @@ class TaskBox:
             # An agent that leaves no room for tests has solved nothing.
             return VerifierScore.zero("no_room_for_tests")
         await self.link_home()
-        begun = time.monotonic()
+        started_s = time.monotonic()
         environ, limit_s = await self.verifier_environ(), self.step.verifier.limit_s
         done = await self.run_tests(environ, limit_s)
         await self.box.end_processes()
         if done.timed_out or done.code in SIGNALLED:
             raise self.failure(f"tests/test.sh {ended(done)}")
         score = await self.read_reward(done)
-        score.metrics["verifier_s"] = time.monotonic() - begun
+        score.metrics["verifier_s"] = time.monotonic() - started_s
         if score.reward <= 0:
             shown = await self.run_in_root(LOG_FILES, timeout_s=LOG_FILES_S)
             self.wrote += f"\n{shown.stdout}"

@@ -517,12 +517,12 @@ def task_rows(folder: str | Path, networks: Mapping[str, bool] = NETWORKS) -> li
     return rows
 
 
-Refused = dict[str, list[tuple[str, str]]]  # reason -> (name, error) of each task
+RefusedTasks = dict[str, list[tuple[str, str]]]  # reason -> (name, error) of each task
 
 
 def read_tasks(
     folder: str | Path, networks: Mapping[str, bool] = NETWORKS
-) -> tuple[list[HarborTask], Refused]:
+) -> tuple[list[HarborTask], RefusedTasks]:
     """The tasks of a folder that can be played, and those that cannot. Raises ValueError if the
     folder holds no task, and if tasks need images and no engine is here."""
     folder = Path(folder).expanduser()
@@ -535,7 +535,7 @@ def read_tasks(
             "tasks in Harbor's format"
         )
     tasks: list[HarborTask] = []
-    refused: Refused = {}
+    refused: RefusedTasks = {}
     driver, needing = driver_of(os.environ.get("HARBOR_DRIVER", "")), []
     for task_folder in folders:
         try:
@@ -557,7 +557,7 @@ def read_tasks(
     return tasks, refused
 
 
-def errors_of(refused: Refused) -> list[str]:
+def errors_of(refused: RefusedTasks) -> list[str]:
     """A line for each task, by reason. Each error begins with its task's folder."""
     lines = [" ".join(error.split()) for tasks in refused.values() for _, error in tasks]
     if len(lines) > MAX_ERRORS:
@@ -565,7 +565,7 @@ def errors_of(refused: Refused) -> list[str]:
     return lines
 
 
-def counted(refused: Refused) -> str:
+def counted(refused: RefusedTasks) -> str:
     """Reasons with their numbers of tasks and a first task, most frequent first."""
     reasons = sorted(refused.items(), key=lambda item: -len(item[1]))
     parts = []

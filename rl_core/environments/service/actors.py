@@ -48,13 +48,13 @@ class RemoteConversation(Conversation):
     num_told: int  # Messages of the history that the client knows.
 
     async def take_turn(self, seed: int) -> None:
-        asks = self.speaker.asks
+        calls = self.speaker.pending_calls
         limits = {}
         if self.turn_params is not self.params:
             limits = {"max_tokens": self.turn_params.max_tokens, "stop": self.turn_params.stop}
         if self.state_key:
             limits["state_key"] = self.state_key
-        spoken, messages, turn = await asks.ask(self.id, self.history[self.num_told :], limits)
+        spoken, messages, turn = await calls.ask(self.id, self.history[self.num_told :], limits)
         self.history += messages
         self.num_told = len(self.history)
         self.text = spoken.text if spoken.HasField("text") else self.last_text if messages else ""
@@ -66,13 +66,13 @@ class RemoteConversation(Conversation):
     def fork(self, snapshot: Conversation | None = None) -> Conversation:
         fork = super().fork(snapshot)
         num_replies = snapshot.num_replies if snapshot else 0  # 0: all.
-        fork.id = self.speaker.asks.open(fork_of=self.id, replies=num_replies)
+        fork.id = self.speaker.pending_calls.open(fork_of=self.id, replies=num_replies)
         return fork
 
 
 @dataclass(kw_only=True, slots=True)
 class RemoteActor(Actor):
-    asks: Asks
+    pending_calls: PendingCalls
 
     def converse(
         self, messages: list[Message], tools: list | None = None, label: str = "", **sampling
@@ -83,13 +83,15 @@ class RemoteActor(Actor):
         fields = {name: to_json(value, name) for name, value in fields.items() if value} | {
             "label": label
         }
-        made.id = self.asks.open(actor=self.name, messages=to_json(messages, "messages"), **fields)
+        made.id = self.pending_calls.open(
+            actor=self.name, messages=to_json(messages, "messages"), **fields
+        )
         made.num_told = len(messages)
         self.conversations.append(made)
         return made
 
 
-class Asks:
+class PendingCalls:
     """The asks of one session's hooks, and the client's answers."""
 
     def __init__(self, cast: str):
@@ -106,7 +108,7 @@ class Asks:
                     **{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()}
                 )
                 actor = RemoteActor(
-                    asks=self,
+                    pending_calls=self,
                     params=params,
                     engine=None,
                     chat=None,
@@ -183,8 +185,8 @@ class HookCall:
     """The hooks of one request while they run, and the next reply to the client: asks, or the
     result."""
 
-    def __init__(self, work: Work, asks: Asks):
-        self.asks = asks
+    def __init__(self, work: Work, pending_calls: PendingCalls):
+        self.pending_calls = pending_calls
         self.loop = asyncio.get_running_loop()
         self.unsent: list[pb.Ask] = []
         # The request that waits for the next reply.
@@ -231,8 +233,8 @@ class HookCall:
             return self.task.result()
         if mine is not self.listener or not self.unsent:
             return None
-        asked = pb.Asked(openings=self.asks.openings, asks=self.unsent)
-        self.asks.openings = []
+        asked = pb.Asked(openings=self.pending_calls.openings, asks=self.unsent)
+        self.pending_calls.openings = []
         self.unsent = []
         return asked
 

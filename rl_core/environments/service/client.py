@@ -25,7 +25,7 @@ with needing_grpc("--env_path grpc://..."):
     from rl_core.environments.service import environments_pb2 as pb
     from rl_core.environments.service.address import access_to, read_url, seconds
     from rl_core.environments.service.connection import Connection
-    from rl_core.environments.service.speakers import Speakers, plain_turn
+    from rl_core.environments.service.speakers import ActorRegistry, plain_turn
     from rl_core.environments.service.wire import (
         VERB_OF,
         Numbered,
@@ -91,7 +91,7 @@ class RemoteSession:
     def __init__(self, served: Served, start: pb.StartRequest, actors: EpisodeActors | None = None):
         self.served = served
         self.start = start
-        self.speakers = Speakers(actors)
+        self.speakers = ActorRegistry(actors)
         self.start.cast = self.speakers.described() if actors else ""
         self.name, self.number = "", 0  # Without a name, the next request starts a session.
         self.messages: list[dict] = []  # Messages that the server knows.

@@ -27,7 +27,7 @@ from rl_core.environments.service.wire import (
     CODES,
     ENVIRONMENTS,
     MAX_REQUEST,
-    Outbox,
+    SendQueue,
     ServiceError,
 )
 from rl_core.sampling.hooks import run_within
@@ -91,7 +91,7 @@ class Connection:
         self.pending: dict[int, tuple[pb.Request, Future]] = {}
         # Sessions to renew: name -> idle timeout in seconds.
         self.sessions: dict[str, float] = {}
-        self.outbox = Outbox()
+        self.send_queue = SendQueue()
         self.trouble = ""
         self.down_s = None  # Loop time since which no stream has answered.
         self.running: asyncio.Task | None = None
@@ -163,7 +163,7 @@ class Connection:
 
     def _post(self, request: pb.Request, future: Future) -> None:
         self.pending[request.id] = request, future
-        self.outbox.put(request)
+        self.send_queue.put(request)
 
     def _end(self, session: str, status: int) -> None:
         if self.sessions.pop(session, None) is not None:
@@ -231,18 +231,18 @@ class Connection:
         """Runs one stream until it breaks. Returns the status and the reason."""
         again = {id: held for id, held in self.pending.items() if not held[1].cancelled()}
         self.pending = {id: held for id, held in again.items() if not held[0].HasField("renew")}
-        self.outbox = Outbox()
+        self.send_queue = SendQueue()
         self._post_renewal()  # The answer shows that the service is up.
         for request, _ in list(self.pending.values())[:-1]:
             if self.trouble and request.HasField("start"):  # The session may exist already.
                 request.start.again = True
-            self.outbox.put(request)
+            self.send_queue.put(request)
         stream = channel.stream_stream(
             f"/{ENVIRONMENTS}/Stream",
             request_serializer=pb.Requests.SerializeToString,
             response_deserializer=pb.Replies.FromString,
         )(metadata=self.access.metadata())
-        writing = asyncio.ensure_future(self._write(stream, self.outbox))
+        writing = asyncio.ensure_future(self._write(stream, self.send_queue))
         try:
             while (batch := await stream.read()) is not grpc.aio.EOF:
                 self.down_s = None
@@ -257,12 +257,12 @@ class Connection:
             writing.cancel()
             stream.cancel()
 
-    async def _write(self, stream: grpc.aio.StreamStreamCall, outbox: Outbox) -> None:
+    async def _write(self, stream: grpc.aio.StreamStreamCall, send_queue: SendQueue) -> None:
         # The reader in _stream() reports errors of the stream.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await outbox.filled.wait()
-                await stream.write(pb.Requests(requests=outbox.take()))
+                await send_queue.filled.wait()
+                await stream.write(pb.Requests(requests=send_queue.take()))
 
     async def _tick(self) -> None:
         """Renews sessions so that they do not expire during generation and training. Reports an
@@ -320,7 +320,7 @@ class Connection:
         """Fails all pending requests."""
         failed = self.pending
         self.pending = {}
-        self.outbox = Outbox()
+        self.send_queue = SendQueue()
         for _, future in failed.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

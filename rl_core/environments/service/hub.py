@@ -15,7 +15,7 @@ from grpc import StatusCode
 
 from rl_core.environments.service import environments_pb2 as pb
 from rl_core.environments.service.links import ClientStream, WorkerLink
-from rl_core.environments.service.starts import Starts
+from rl_core.environments.service.starts import SessionStarts
 from rl_core.environments.service.wire import (
     CODES,
     ENVIRONMENTS,
@@ -54,7 +54,7 @@ class Hub:
         self.lost: dict[str, float] = {}  # Worker -> time of its last message; 0: known to be dead.
         self.past: dict[str, pb.Worker] = {}  # Lost worker -> its last heartbeat, for totals.
         self.envs: dict[str, pb.Environment] = {}
-        self.starts = Starts(self.links, max_queue, self.link_of)
+        self.starts = SessionStarts(self.links, max_queue, self.link_of)
         self.began_s = time.monotonic()
         self.changed = asyncio.Event()  # Set on a change of workers and by watch(), then replaced.
 
@@ -375,8 +375,8 @@ class Hub:
         try:
             await context.write(pb.ToWorker(heartbeat_s=self.heartbeat_s))
             while not link.closed:
-                await link.outbox.filled.wait()
-                if batch := link.outbox.take():
+                await link.send_queue.filled.wait()
+                if batch := link.send_queue.take():
                     # Must not be cancelled: gRPC cannot end a stream within a message.
                     await context.write(pb.ToWorker(requests=batch))
         finally:
@@ -425,10 +425,10 @@ class Hub:
         reader = asyncio.ensure_future(self.hear_client(client, context))
         try:
             while not client.is_over and (
-                not client.has_said_all or client.num_open or client.outbox.messages
+                not client.has_said_all or client.num_open or client.send_queue.messages
             ):
-                await client.outbox.filled.wait()
-                if batch := client.outbox.take():
+                await client.send_queue.filled.wait()
+                if batch := client.send_queue.take():
                     await context.write(pb.Replies(replies=batch))
         finally:
             client.close()
@@ -440,7 +440,7 @@ class Hub:
     async def hear_client(self, client: ClientStream, context: grpc.aio.ServicerContext) -> None:
         try:
             while not client.is_over and (data := await context.read()) is not grpc.aio.EOF:
-                await client.outbox.below(UNREAD)
+                await client.send_queue.below(UNREAD)
                 for request in parse(pb.Requests, data).requests:
                     if client.num_open < PENDING:
                         self.submit(request, client)
@@ -449,12 +449,12 @@ class Hub:
                             StatusCode.RESOURCE_EXHAUSTED,
                             f"{PENDING} requests are unanswered; wait for replies first",
                         )
-                        client.outbox.put(failed(request.id, error))
+                        client.send_queue.put(failed(request.id, error))
         except ServiceError as error:
             client.close(error)
         finally:
             client.has_said_all = True
-            client.outbox.filled.set()
+            client.send_queue.filled.set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers = {

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from grpc import StatusCode
 
 from rl_core.environments.service import environments_pb2 as pb
-from rl_core.environments.service.wire import CODES, Outbox, ServiceError, failed
+from rl_core.environments.service.wire import CODES, SendQueue, ServiceError, failed
 
 # Largest size of unread replies. Above this limit the client's stream ends; the client may resend.
 MAX_UNREAD = 128 << 20
@@ -25,7 +25,7 @@ class WorkerLink:
         self.name = hello.worker
         self.heard_s = time.monotonic()
         self.waiting: dict[int, tuple[str, Done]] = {}
-        self.outbox = Outbox()
+        self.send_queue = SendQueue()
         self.last_id = 0
         self.closed = False
         self.hear(beat)
@@ -50,7 +50,7 @@ class WorkerLink:
         self.last_id += 1
         request.id = self.last_id
         self.waiting[request.id] = verb, done
-        self.outbox.put(request)
+        self.send_queue.put(request)
         return request.id
 
     async def answer(self, request: pb.Request) -> pb.Reply | None:
@@ -82,8 +82,8 @@ class WorkerLink:
 
     def close(self) -> None:
         self.closed = True
-        self.outbox.messages.clear()
-        self.outbox.filled.set()
+        self.send_queue.messages.clear()
+        self.send_queue.filled.set()
         waiting = self.waiting
         self.waiting = {}
         for _, done in waiting.values():
@@ -94,7 +94,7 @@ class ClientStream:
     """One client's stream: its open requests and unread replies."""
 
     def __init__(self):
-        self.outbox = Outbox()
+        self.send_queue = SendQueue()
         self.num_open = 0
         self.has_said_all = False
         self.is_over = False
@@ -104,8 +104,8 @@ class ClientStream:
     def put(self, reply: pb.Reply) -> None:
         self.num_open -= 1
         if not self.is_over:
-            self.outbox.put(reply)
-            if self.outbox.num_bytes > MAX_UNREAD:
+            self.send_queue.put(reply)
+            if self.send_queue.num_bytes > MAX_UNREAD:
                 message = (
                     f"more than {MAX_UNREAD} bytes of replies are unread; read them and resend"
                 )
@@ -115,7 +115,7 @@ class ClientStream:
         """Ends the stream with an error, if any. Drops all unread replies."""
         self.error = self.error or error
         self.is_over = True
-        self.outbox.num_bytes = 0
-        self.outbox.messages.clear()
+        self.send_queue.num_bytes = 0
+        self.send_queue.messages.clear()
         for task in self.tasks:
             task.cancel()

@@ -13,7 +13,14 @@ from rl_core.data.canonical_messages import canonical_messages
 from rl_core.data.image_columns import with_images
 from rl_core.data.image_parts import loaded_messages
 from rl_core.environments.service import environments_pb2 as pb
-from rl_core.environments.service.actors import CALL, Asks, HookCall, Work, read_images, read_turn
+from rl_core.environments.service.actors import (
+    CALL,
+    HookCall,
+    PendingCalls,
+    Work,
+    read_images,
+    read_turn,
+)
 from rl_core.environments.service.wire import (
     REPLIES,
     VERB_OF,
@@ -55,11 +62,11 @@ class Session:
         self.max_turns = request.max_turns or env.max_turns
         # Name -> reward hook of one episode.
         self.scores = {hook.name: hook for hook in env.rewards if not hook.batched}
-        self.asks = Asks(request.cast) if request.cast else None
-        self.cast = self.asks and self.asks.cast
+        self.pending_calls = PendingCalls(request.cast) if request.cast else None
+        self.cast = self.pending_calls and self.pending_calls.cast
         self.calls: dict[int, HookCall] = {}  # Request number -> its running hooks.
         asking = [hook.name for hook in env.hooks.values() if asks_actors(hook)]
-        if asking and not self.asks:
+        if asking and not self.pending_calls:
             cast = '"cast": [{"name": "judge"}]; the client then answers for them'
             raise wrong(f"{asking[0]}() of {env.name} names actors: a start needs {cast}")
         self.has_start = "start" in env.hooks and not request.no_start
@@ -109,11 +116,11 @@ class Session:
 
     async def begin(self, number: int, work: Work, verb: str) -> ProtoMessage:
         """Runs work. Returns its result, or a reply with the asks of its hooks."""
-        if self.asks is None:
+        if self.pending_calls is None:
             return await work
         for known in [n for n, call in self.calls.items() if call.task.done()][:-KEPT_SCORES]:
             del self.calls[known]
-        call = self.calls[number] = HookCall(work, self.asks)
+        call = self.calls[number] = HookCall(work, self.pending_calls)
         news = await call.news()
         return news if isinstance(news, REPLIES[verb]) else REPLIES[verb](asked=news or pb.Asked())
 
@@ -181,7 +188,7 @@ class Session:
                 StatusCode.FAILED_PRECONDITION,
                 f"request {request.call} of {self.name} does not wait for answers",
             )
-        self.asks.hear(request.answers)
+        self.pending_calls.hear(request.answers)
         self.forget(KEPT if len(self.calls) == 1 else KEPT_SCORES)
         return self.go_on(self.calls[request.call])
 
@@ -277,7 +284,9 @@ class Session:
         label = f"{self.env.path}: what {hook.name}() returned"
         try:
             if hook.name == "rollout":
-                value = [self.asks.packed(t) for t in checked(value, self.env.path, self.cast)]
+                value = [
+                    self.pending_calls.packed(t) for t in checked(value, self.env.path, self.cast)
+                ]
             value = to_json(value, label)
         except (ValueError, ServiceError) as error:
             raise self.fail(str(error)) from None

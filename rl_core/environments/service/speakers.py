@@ -25,7 +25,7 @@ FIELDS = (
 )
 
 
-class Speakers:
+class ActorRegistry:
     def __init__(self, actors: Mapping[str, Actor] | None):
         self.actors = actors
         # By number: conversations, or the exceptions that opening them raised.

@@ -17,7 +17,7 @@ KEPT_KEYS = 100_000  # Number of remembered keys of starts.
 FULL = StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
-class Starts:
+class SessionStarts:
     def __init__(
         self,
         links: dict[str, WorkerLink],

@@ -156,7 +156,7 @@ def fitting(reply: pb.Reply) -> pb.Reply:
     )
 
 
-class Outbox:
+class SendQueue:
     """Queue of messages to one stream, so that a slow reader does not block others."""
 
     def __init__(self):

@@ -53,7 +53,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(kw_only=True, slots=True)
-class Held:
+class HeldSession:
     """A session that has not been closed and can still get requests."""
 
     session: Session | ContainedSession
@@ -92,8 +92,8 @@ class Worker:
                 )
             self.envs[env.name] = env
             env.capacity = env.capacity or capacity
-        self.held: dict[str, Held] = {}
-        self.by_key: dict[tuple[str, str], Held] = {}
+        self.held: dict[str, HeldSession] = {}
+        self.by_key: dict[tuple[str, str], HeldSession] = {}
         # Ended session's name, or key of its start -> (name, status, reason).
         self.gone: OrderedDict[str | tuple[str, str], tuple[str, int, str]] = OrderedDict()
         self.num_held: Counter = Counter()  # Environment -> number of open sessions.
@@ -155,7 +155,7 @@ class Worker:
 
     async def begin(
         self, env: LocalEnv | ContainedEnv, request: pb.StartRequest, key: tuple[str, str] | None
-    ) -> Held:
+    ) -> HeldSession:
         """Starts a session. The result of `started` is the reply, or the error of a failed
         start."""
         if self.draining or self.num_held[env.name] >= env.capacity:
@@ -164,7 +164,7 @@ class Worker:
             )
         name = f"{self.name}.{secrets.token_hex(8)}"
         loop = asyncio.get_running_loop()
-        held = Held(
+        held = HeldSession(
             session=None,
             env=env.name,
             key=key,
@@ -265,7 +265,7 @@ class Worker:
 
     # --- state
 
-    def chosen(self, request: pb.ListSessionsRequest | pb.CancelAllRequest) -> list[Held]:
+    def chosen(self, request: pb.ListSessionsRequest | pb.CancelAllRequest) -> list[HeldSession]:
         """The sessions of an environment and an owner; "" matches any."""
         return [
             held
@@ -273,7 +273,7 @@ class Worker:
             if request.env in ("", held.env) and request.owner in ("", held.owner)
         ]
 
-    def give_up(self, held: Held, status: int, reason: str) -> None:
+    def give_up(self, held: HeldSession, status: int, reason: str) -> None:
         allowed = (pb.COMPLETED, pb.CANCELLED, pb.LIMIT, pb.AGENT_ERROR)
         held.session.end(status if status in allowed else pb.CANCELLED, reason)
         self.close(held)
@@ -286,7 +286,7 @@ class Worker:
             )
         return self.envs[name]
 
-    def held_of(self, name: str) -> Held:
+    def held_of(self, name: str) -> HeldSession:
         if name in self.held:
             return self.held[name]
         if name in self.gone:
@@ -295,7 +295,7 @@ class Worker:
             StatusCode.NOT_FOUND, f"there is no session {name[:80]!r}, or it ended long ago"
         )
 
-    def close(self, held: Held) -> None:
+    def close(self, held: HeldSession) -> None:
         """Cancels a session's hooks and frees its state. Its final status stays known for a
         while."""
         session = held.session

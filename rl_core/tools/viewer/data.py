@@ -95,7 +95,7 @@ class Entry:
     group: str
     index: int
     actor: str
-    seat: str
+    player: str
     reward: float | None
     status: str
     error: str
@@ -632,7 +632,7 @@ def entry_of(line: bytes, file: str, start: int, kind: str, step: int) -> Entry:
         group=intern(row["group_id"]),
         index=row["index"],
         actor=intern(row["actor"]),
-        seat=intern(row["seat"]),
+        player=intern(row["player"]),
         reward=row["reward"],
         status=intern(row["status"]),
         error=intern(row["error"]),

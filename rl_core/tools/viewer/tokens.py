@@ -112,7 +112,7 @@ def advantage_of(run: RunFolder, entry: Entry) -> float | None:
     if entry.reward is None or entry.kind != "train":
         return None
     same = {
-        name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "seat")
+        name: getattr(entry, name) for name in ("kind", "step", "env", "group", "actor", "player")
     }
     group = [e for e in matching(run.entries, **same) if e.reward is not None]
     if len(group) == 1:

@@ -3,10 +3,10 @@ let actors = []; // names; their places give them a colour
 let listed = [], numShown = 100, current = null;
 let matches = null; // of the search
 const filter = (name) => $(`#talks form [name=${name}]`);
-const nameOf = (e) => (e.seat ? `${e.actor} as ${e.seat}` : e.actor);
+const nameOf = (e) => (e.player ? `${e.actor} as ${e.player}` : e.actor);
 const keyOf = (e) => `${e.run.n}/${e.n}`; // as long as the page is open
 // What finds a trajectory again, however many have come since and in whatever order they were read.
-const ADDRESS = ["step", "kind", "env", "task", "group", "index", "actor", "seat"];
+const ADDRESS = ["step", "kind", "env", "task", "group", "index", "actor", "player"];
 
 // The fields of a conversation's address, in which "conversation" counts those that one actor has in an episode.
 function placeOf(e) {
@@ -88,7 +88,7 @@ function shaded(node, value, low, high) {
 // Of each episode the mean over its conversations.
 function episodeRewards(entries) {
   const scored = entries.filter((e) => e.reward !== null);
-  return [...groupsOf(scored, (e) => `${numberOf(e)}\0${e.actor}\0${e.seat}`).values()].map((episode) => meanOf(episode.map((e) => e.reward)));
+  return [...groupsOf(scored, (e) => `${numberOf(e)}\0${e.actor}\0${e.player}`).values()].map((episode) => meanOf(episode.map((e) => e.reward)));
 }
 
 // Why an episode failed, in the same words for all tasks.
@@ -134,7 +134,7 @@ function talkColumns(entries, order) {
       noteOf(e)?.star && el("span", { class: "star", title: "starred" }, " \u2605"), noteOf(e)?.text && el("span", { title: noteOf(e).text }, " \u270e")] },
     { name: "step", isDown: true, of: (e) => e.step, node: (e) => `${short(e.step)}${e.kind === "train" ? "" : ` ${e.kind}`}` },
     ...(runs.length > 1 ? [{ name: "run", isLeft: true, of: (e) => e.run.short, node: (e) => el("span", { title: e.run.name }, e.run.short) }] : []),
-    ...(actors.length > 1 || entries.some((e) => e.seat) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
+    ...(actors.length > 1 || entries.some((e) => e.player) ? [{ name: "actor", isLeft: true, of: nameOf, node: nameOf }] : []),
     { name: "reward", of: (e) => e.reward, node: (e) => shaded(el("span", { class: "reward" }, short(e.reward)), e.reward, ...(ranges.get(e.env) ?? [0, 0])) },
     ...(entries.some((e) => e.rescored !== null) ? [
       { name: "rescored", title: "reward by rl-core rescore", of: (e) => e.rescored, node: (e) => shaded(el("span", { class: "reward" }, short(e.rescored)), e.rescored, ...(ranges.get(e.env) ?? [0, 0])) },
@@ -411,7 +411,7 @@ const heardOf = ({ content }) => (typeof content === "string" ? content.split("<
 const paragraphs = (text) => `\n${text.replace(/^\w+ says: /gm, "")}\n`;
 const isHeard = (text, reply) => Boolean(reply) && paragraphs(text).includes(`\n${reply}\n`);
 
-const hasPlaces = (column) => column.every((t) => t.places?.length);
+const hasPlaces = (column) => column.every((t) => t.message_indices?.length);
 
 function hearEachOther(column) {
   if (column.length === 1 || hasPlaces(column)) return true;
