@@ -126,8 +126,10 @@ class Rescorer(EpisodeRunner):
         if self.is_dialogue:
             prompt = text_behind_system(group.task.messages)
             for t in stored:
-                if len(t.places) < len(t.turns):
-                    raise ValueError(f"{t.group_id}: no turns of hooks (`places` is missing)")
+                if len(t.message_indices) < len(t.turns):
+                    raise ValueError(
+                        f"{t.group_id}: no turns of hooks (`message_indices` is missing)"
+                    )
                 if not text_behind_system(t.messages).startswith(prompt):
                     raise ValueError(
                         f"{group.task.place}: its prompt is not the one of {t.task_id} in "
@@ -209,10 +211,10 @@ class Rescorer(EpisodeRunner):
             episode.state = await episode.call(loop.hooks["start"], only)
         episode.messages = self.transcript(task, stored)[0]
         episode.truncated = any(t.status == "truncated" for t in stored)
-        for t in sorted(stored, key=lambda t: t.places):
+        for t in sorted(stored, key=lambda t: t.message_indices):
             talk = Conversation(players[t.actor], t.messages, None, {}, "")
             episode.conversations[t.actor], episode.trajectories[t.actor] = talk, t
-        episode.speaker = max(stored, key=lambda t: t.places[-1:]).actor
+        episode.speaker = max(stored, key=lambda t: t.message_indices[-1:]).actor
         if loop.rewards:
             await episode.score([*episode.trajectories])
         for t in () if loop.rewards else stored:
@@ -222,17 +224,17 @@ class Rescorer(EpisodeRunner):
         """(messages of an episode as hooks get them, True if all are known) from the views of its
         actors. Not known are turns of actors that are not trained, and messages of interact()
         if several actors spoke."""
-        messages, last = dict(enumerate(task.messages)), max(t.places[-1] for t in stored)
+        messages, last = dict(enumerate(task.messages)), max(t.message_indices[-1] for t in stored)
         # An actor that did not speak is not stored.
         is_known = self.speakers <= {*self.recorded, *(t.actor for t in stored)}
         is_alone = is_known and len(stored) == 1
         for t in stored:
             turns = [n for n, message in enumerate(t.messages) if message["role"] == "assistant"]
-            turns = [*turns[-len(t.places) :], len(t.messages)]
-            for n, end in enumerate(t.places):  # The number of messages after the turn.
+            turns = [*turns[-len(t.message_indices) :], len(t.messages)]
+            for n, end in enumerate(t.message_indices):  # The number of messages after the turn.
                 reply, heard = t.messages[turns[n]], t.messages[turns[n] + 1 : turns[n + 1]]
                 messages[end - 1] = reply | ({"name": t.actor} if self.num_actors > 1 else {})
-                if is_alone and (end == last or t.places[n + 1] - end == len(heard) + 1):
+                if is_alone and (end == last or t.message_indices[n + 1] - end == len(heard) + 1):
                     messages |= dict(enumerate(heard, end))
                 is_known = is_known and (is_alone or end < last or not heard)
         is_known = is_known and sorted(messages) == list(range(len(messages)))
@@ -273,7 +275,7 @@ def reset(t: Trajectory) -> None:
     assert t.reward is not None
     in_play = t.reward_parts.get("interact")
     if in_play is None or not t.turn_rewards:
-        t.turn_rewards = [0.0] * len(t.places)
+        t.turn_rewards = [0.0] * len(t.message_indices)
     else:
         t.turn_rewards[-1] -= t.reward - in_play
     t.reward, t.reward_parts = None, {} if in_play is None else {"interact": in_play}

@@ -317,7 +317,7 @@ def test_speakers_stand_in_the_order_that_was_recorded(tmp_path, serve, page_of)
             {"role": role, "content": text}
             for role, text in (piece.split(": ") for piece in output)
         ]
-        return trajectory(0, actor=name, messages=messages, places=places)
+        return trajectory(0, actor=name, messages=messages, message_indices=places)
 
     task = ["user: play", "assistant: 9"]
     ann = view("ann", *task, "user: go", "assistant: 1", "user: 1", "assistant: 1", places=[4, 7])

@@ -452,9 +452,9 @@ function mergedChat(column) {
   };
   const isReply = (message) => message.role === "assistant";
   for (const view of hasPlaces(column) ? views : []) { // the task itself may hold replies
-    view.replyAt = view.messages.flatMap((message, at) => (isReply(message) ? [at] : [])).slice(-view.places.length);
+    view.replyAt = view.messages.flatMap((message, at) => (isReply(message) ? [at] : [])).slice(-view.message_indices.length);
   }
-  const turns = views.flatMap((view) => (view.replyAt || []).map((at, n) => ({ view, at, place: view.places[n] })));
+  const turns = views.flatMap((view) => (view.replyAt || []).map((at, n) => ({ view, at, place: view.message_indices[n] })));
   for (const { view, at } of turns.sort((a, b) => a.place - b.place)) while (view.at <= at) advance(view, true);
   for (;;) {
     const open = views.filter((view) => view.at < view.messages.length).sort((a, b) => a.num - b.num);
