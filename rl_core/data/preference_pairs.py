@@ -230,7 +230,7 @@ def pair_messages(
     shared = (
         None if all(side[0]["role"] == "assistant" for side in sides) else shared_length(*sides)
     )
-    if sides[0] == sides[1] and shared and row.keys().isdisjoint(SIDE_IMAGES):
+    if sides[0] == sides[1] and shared and not any(map(row.get, SIDE_IMAGES)):
         raise LeftOutError("equal replies")
     pairs = []
     for column, images, side in zip(PAIR, SIDE_IMAGES, sides, strict=True):

@@ -39,7 +39,11 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Columns that are read next to a prompt. A column of another kind needs another name.
 CONTEXT_COLUMNS = (
-    *(*SYSTEM_COLUMNS, "history", "tools", "chat_template_kwargs", "continue_final_message"),
+    *SYSTEM_COLUMNS,
+    "history",
+    "tools",
+    "chat_template_kwargs",
+    "continue_final_message",
 )
 LEFT_OUT = "the replies at the end of column {!r} are left out of the prompt"
 # Marks in a text for the entries of a column of videos or audio.
@@ -120,7 +124,7 @@ def with_prefix_mark(row: Row, messages: list[Message]) -> list[Message]:
     name = "continue_final_message"
     if row.get(name) in (None, False):
         return messages
-    *before, last = messages
+    *before, last = messages or [{"role": ""}]
     if row[name] is not True or last["role"] != "assistant" or not text_of(last):
         raise ValueError(
             f"column {name!r} is {shorten(row[name])}: it must be true, behind a prompt that ends "

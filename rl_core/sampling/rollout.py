@@ -346,15 +346,15 @@ class RolloutWorker:
         """This rank's share of the `num_groups` oldest complete groups with this label over all
         ranks. Also waits for each group of policy version `oldest` or older, which would be too
         stale for the next step. A collective: every rank must call it. Raises RunError if an engine
-        fails for good or other ranks hang. Once is_interrupted(), cancels groups of this label
-        that are not complete and raises Interrupted on all ranks. is_interrupted() must become true
-        on all ranks, and stay true."""
+        fails for good or other ranks hang. If is_interrupted() before num_groups are complete,
+        cancels all groups of this label and raises Interrupted on all ranks. is_interrupted() must
+        become true on all ranks, and stay true."""
         # Imported here because it imports torch, which rl-core check does not need.
         from rl_core.distributed import all_gather_json
 
         self.num_awaited[label] += num_groups
         while True:
-            await self._wait_for_due(num_groups, oldest, label)
+            await self._wait_for_due(num_groups, oldest, label, is_interrupted)
             await self._wait_for_ranks(num_groups, label, is_interrupted)
             if self.meeting is None or not await self.meeting.meet():
                 break
@@ -381,22 +381,29 @@ class RolloutWorker:
         self.done = left
         return groups
 
-    async def _wait_for_due(self, num_groups: int, oldest: int, label: str) -> None:
+    async def _wait_for_due(
+        self, num_groups: int, oldest: int, label: str, is_interrupted: Callable[[], bool]
+    ) -> None:
         """Waits for this rank's groups that would be too stale for the next step; in windows, for
         the oldest ones."""
         if self.window:
-            await self._sample_window(self.window, num_groups, label)
+            await self._sample_window(self.window, num_groups, label, is_interrupted)
             return
         while any(self.pending[key].version <= oldest for key in self.running):
             if self._is_called():
                 return
             await self._wait(POLL_S)
 
-    async def _sample_window(self, window: Window, num_groups: int, label: str) -> None:
-        """Waits until the oldest groups are done, and all others of this rank wait."""
+    async def _sample_window(
+        self, window: Window, num_groups: int, label: str, is_interrupted: Callable[[], bool]
+    ) -> None:
+        """Waits until the oldest groups are done, and all others of this rank wait, or until a rank
+        is interrupted."""
         due = [key for key in self.pending if key[0] == label][:num_groups]
         window.open({self.pending[key].id for key in due}, has_parts=not label)
-        while any(key in due or not self._is_waiting(key) for key in self.running):
+        while not is_interrupted() and any(
+            key in due or not self._is_waiting(key) for key in self.running
+        ):
             await self._wait(WINDOW_POLL_S)
         window.open((), has_parts=False)
 

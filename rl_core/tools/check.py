@@ -436,8 +436,8 @@ def describe_episodes(outcomes: list[JSONObject]) -> list[str]:
     outcomes = with_failures_merged(outcomes)
     width = max(8, *(len(o["reply"]) for o in outcomes))
     lines = [
-        f"{'reply':<{width}} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  parts, or why it "
-        "failed"
+        f"{'reply':<{width}} {'actor':<10} {'episodes':>8} {'turns':>5} {'reward':>9}  "
+        "parts, or why it failed"
     ]
     for o in outcomes:
         turns, reward, why = "-", "-", f"failed: {keep_ends(printable(o['error']), 600)}"
@@ -445,18 +445,18 @@ def describe_episodes(outcomes: list[JSONObject]) -> list[str]:
             turns, reward = f"{o['turns']:.3g}", f"{o['reward']:.4g}"
             parts = ", ".join(f"{name} {value:.4g}" for name, value in o["parts"].items())
             why = "truncated: " * (o["status"] == "truncated") + parts
-        lines.append(
-            f"{o['reply']:<{width}} {o['actor']:<10} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}"
-        )
+        name = f"{o['reply']:<{width}} {o['actor']:<10}"
+        lines.append(f"{name} {o['episodes']:>8} {turns:>5} {reward:>9}  {why}")
     return lines
 
 
 def with_failures_merged(outcomes: list[JSONObject]) -> list[JSONObject]:
-    """The outcomes, where replies of an actor that fail by the same error are one."""
+    """The outcomes. Failures of an actor by the same error become one outcome, whose "reply" lists
+    the kinds of replies."""
     merged: dict[tuple, JSONObject] = {}
     for o in outcomes:
-        is_failed = o["status"] == "failed"
-        key = (o["actor"], o["error"]) if is_failed else (o["actor"], o["reply"], o["status"])
+        reply = None if o["status"] == "failed" else o["reply"]
+        key = (o["actor"], o["status"], o["error"], reply)
         if first := merged.get(key):
             replies = {**dict.fromkeys(first["reply"].split(",")), o["reply"]: None}
             o = o | {"reply": ",".join(replies), "episodes": first["episodes"] + o["episodes"]}

@@ -175,7 +175,14 @@ def test_a_margin_is_carried_by_the_chosen_side():
         ),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "equal replies"),
         ({"prompt": "x", "chosen": "a", "rejected": " a "}, "equal replies"),
-        ({"chosen": [user("x"), says("a")], "rejected": [user("x"), says("a")]}, "equal replies"),
+        (
+            {
+                "chosen": [user("x"), says("a")],
+                "rejected": [user("x"), says("a")],
+                "chosen_images": None,
+            },
+            "equal replies",
+        ),
         ({"prompt": "x", "chosen": "a", "rejected": " "}, "an empty 'rejected'"),
         (
             {"chosen": [user("x"), says("a")], "rejected": [user("x")]},
@@ -184,6 +191,14 @@ def test_a_margin_is_carried_by_the_chosen_side():
         (
             {"chosen": [user("x"), says("a")], "rejected": [user("y"), says("b")]},
             "begins as the other one does",
+        ),
+        (
+            {
+                "chosen": [says("a")],
+                "rejected": [user("y"), says("b")],
+                "continue_final_message": True,
+            },
+            "'continue_final_message' is True: it must be true, behind a prompt",
         ),
         ({"chosen": [user("x"), says("a")], "rejected": "b"}, "begins as the other one does"),
         (

@@ -94,10 +94,13 @@ def test_ranks_agree_where_they_end_if_some_or_all_get_a_signal(
 
 
 # 8 calls are in the evaluation before the first step, 16 in the step, and 8 in the one after it.
-@pytest.mark.parametrize("num_ranks, call, step", [(1, 2, 0), (2, 2, 0), (1, 26, 1)])
-def test_a_signal_interrupts_an_evaluation(num_ranks, call, step, flags_of, tmp_path):
+@pytest.mark.parametrize(
+    "num_ranks, call, step, more",
+    [(1, 2, 0, ""), (2, 2, 0, ""), (1, 26, 1, "--deterministic")],
+)
+def test_a_signal_interrupts_an_evaluation(num_ranks, call, step, more, flags_of, tmp_path):
     evaluated = "--eval_every 1 --eval.samples 0 --num_steps 1 --resume --out"
-    flags = words(flags_of(WAITS), evaluated)
+    flags = words(flags_of(WAITS), more, evaluated)
     env = tmp_path / "env.py"
     env.write_text(env.read_text().replace(">= 20", f">= {call}"))
     arguments = ["-m", "rl_core.train", *flags, str(tmp_path / "run")]

@@ -201,15 +201,16 @@ def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys)
 def test_long_steps_and_evaluations_say_how_much_is_done(flags_of, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "PROGRESS_S", 0.02)
     slow = "await __import__('asyncio').sleep(0.3) or 1.0"
-    more = "--num_steps 1 --rollout.save false --eval_every 1 --eval.samples 0"
+    more = "--num_steps 2 --rollout.save false --eval_every 2 --eval.samples 0"
     more += " --algo.dynamic_sampling_rounds 1"
     assert main(flags_of(slow, more)) == 0
     printed = capsys.readouterr().out
     assert "eval/000000/greedy: 0 of 8 tasks\n" in printed
     # Dynamic sampling replaces both groups: their rewards are equal.
-    assert "step 1: 0 of 4 episodes\n" in printed
+    assert "step 1: 0 of 4 episodes\n" in printed and "0 of 0" not in printed
     replaced = "2 groups had equal rewards, sampling others"
     assert f"step 1: 4 of 8 episodes; {replaced}\n" in printed
+    assert "step 2: 0 of 4 episodes\n" in printed
 
 
 def test_episodes_of_an_evaluation_are_printed_short(flags_of, capsys):

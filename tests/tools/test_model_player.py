@@ -113,7 +113,8 @@ def test_eval_asks_an_endpoint(places, capsys, monkeypatch):
         assert len(server.requests) == 16 and server.requests[0][2]["model"] == "gpt"
 
 
-def test_eval_shows_several_models_and_environments_side_by_side(places, capsys):
+def test_eval_shows_several_models_and_environments_side_by_side(places, capsys, monkeypatch):
+    monkeypatch.setattr("rl_core.tools.model_player.PROGRESS_S", 0.0)
     flags = words(
         FLAGS.format(**places).replace("letters.py", "letters.py,{dir}/ask.py".format(**places))
     )
@@ -122,7 +123,13 @@ def test_eval_shows_several_models_and_environments_side_by_side(places, capsys)
         main(["eval", *models, *flags, "--eval.samples", "2", "--k", "2", "--eval.num_tasks", "3"])
         == 0
     )
-    head, *lines, about = capsys.readouterr().out.splitlines()
+    printed, progress = capsys.readouterr()
+    head, *lines, about = printed.splitlines()
+    plays = "3 tasks, 1 greedy and 2 sampled episodes of each ..."
+    for model in models:
+        assert f"{model} in letters: {plays}\n{model} in ask: {plays}\n" in progress
+    for label in ("greedy/letters", "sampled/ask"):
+        assert progress.count(f"{label}: 2 of 3 tasks\n") == len(models)
     assert head.split() == ["environment", "metric", *models]
     assert about == "pass: a reward of at least 1 (--eval.pass_reward)"
     named = [tuple(line.split()[:2]) for line in lines]

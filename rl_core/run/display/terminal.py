@@ -115,9 +115,10 @@ class Terminal(Plugin):
 
     def groups_of_step(self) -> tuple[int, int, str]:
         """(complete, awaited) groups of this step, and a note on replaced groups."""
-        ends = self.trainer.worker.progress()
-        num_done, num_groups = (max(0, end - self.num_before) for end in ends)
-        num_replaced = num_groups - self.trainer.config.tasks_per_step
+        num_done, num_groups = (end - self.num_before for end in self.trainer.worker.progress())
+        num_tasks = self.trainer.config.tasks_per_step
+        num_groups = num_groups or num_tasks  # 0 while plugins prepare the rollout.
+        num_replaced = num_groups - num_tasks
         more = ""
         if num_replaced > 0:
             more = f"; {counted(num_replaced, 'group')} had equal rewards, sampling others"

@@ -1,8 +1,8 @@
 """Ends a run on a signal, once its step is done and saved. An evaluation ends at once.
 
 Each rank reduces its signal with the step's metrics, so that all ranks decide the same without
-another collective. The store of all ranks has the signal too: of ranks that play no episodes, and
-for evaluations, which look there while they wait.
+another collective. It also writes the signal to the store of all ranks: ranks that play no episodes
+reduce no metrics, and an evaluation polls the store while it waits for episodes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SignalHandler(Plugin):
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
     async def start(self) -> None:
-        self._end_after_signal()  # It came in the evaluation of the initial weights.
+        self._end_after_signal()  # A signal in the evaluation of the initial weights.
 
     def reduced_flags(self) -> dict[str, Metric]:
         ranks = self.trainer.ranks
