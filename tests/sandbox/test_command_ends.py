@@ -11,7 +11,7 @@ import machine
 import pytest
 
 from rl_core.sandbox import boxes
-from rl_core.sandbox.remote_driver import RemoteError
+from rl_core.sandbox.remote_driver import MAX_LATE_BYTES, MarkedOutputs, RemoteError
 
 
 def status(code):
@@ -98,6 +98,11 @@ DAYTONA = {
     "in pieces": ([b"\1\1", b"\1half", b"\n\1\1", b"", b"\1MARK", b"\n", ERR], 3, 3),
     "a forged mark": ([b"\1\1\1half\n\1\1\1MARK0\n\1\1\1MARK\n", ERR], None, None),
     "late output": ([b"\1\1\1half\n\1\1\1MARK\n", ERR, b"\1\1\1noise\n"], 3, 3),
+    "too much late output": (
+        [b"\1\1\1half\n\1\1\1MARK\n", ERR, b"\1\1\1" + b"n" * MAX_LATE_BYTES + b"\n"],
+        3,
+        None,
+    ),
     "a truncated mark": ([b"\1\1\1half\n\1\1\1MAR\n", ERR], 0, None),
     "no kind of output": ([b"half\n", ERR], 0, None),
     "the other output first": ([ERR, b"\1\1\1half\n\1\1\1MARK\n"], 3, 3),
@@ -185,3 +190,12 @@ def test_a_program_that_prints_the_mark_of_its_output_ends_nothing(driver, serve
     result = asyncio.run(work())
     assert result.code == 3
     assert len(result.stdout) == 32 + len("\nafter\n") and len(result.stderr) == 32, result
+
+
+def test_a_cut_output_has_what_may_begin_a_mark():
+    given = []
+    outputs = MarkedOutputs(lambda *data: given.append(data))
+    outputs.add(1, b"half" + outputs.mark[:16])
+    with pytest.raises(TimeoutError), outputs:
+        raise TimeoutError
+    assert b"".join(data for stream, data in given if stream == 1) == b"half" + outputs.mark[:16]
