@@ -686,6 +686,8 @@ READINGS = [
     ),
     (assistant("a", tool_calls=[]), assistant("a"), ""),
     (assistant("<think>b</think>a", reasoning_content=""), assistant("<think>b</think>a"), ""),
+    (assistant("a", partial=True), assistant("a", prefix=True), "partial read as prefix"),
+    (assistant("a", partial=False), assistant("a"), ""),
     (
         assistant("a", thinking="b"),
         assistant("a", reasoning_content="b"),
