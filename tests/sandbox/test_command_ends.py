@@ -193,9 +193,9 @@ def test_a_program_that_prints_the_mark_of_its_output_ends_nothing(driver, serve
 
 
 def test_a_cut_output_has_what_may_begin_a_mark():
-    given = []
-    outputs = MarkedOutputs(lambda *data: given.append(data))
+    received = []
+    outputs = MarkedOutputs(lambda *data: received.append(data))
     outputs.add(1, b"half" + outputs.mark[:16])
     with pytest.raises(TimeoutError), outputs:
         raise TimeoutError
-    assert b"".join(data for stream, data in given if stream == 1) == b"half" + outputs.mark[:16]
+    assert b"".join(data for stream, data in received if stream == 1) == b"half" + outputs.mark[:16]
