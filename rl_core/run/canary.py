@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from rl_core.data.chat import Chat
-from rl_core.data.images import image_in_bytes, png_of
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import all_gather_json
 from rl_core.engines.factory import Weights
@@ -46,6 +45,8 @@ def image_prompts(chat: Chat, max_tokens: int) -> list[Prompt]:
     `max_tokens`, or the chat template renders no image of a user."""
     if isinstance(chat.vision, str):
         return []
+    from rl_core.data.images import image_in_bytes, png_of
+
     picture = (37 * np.arange(16 * 16 * 3) % 256).astype(np.uint8).reshape(16, 16, 3)
     parts = [{"type": "image", "image": image_in_bytes(png_of(picture)).url}]
     messages: list[Message] = [{"role": "user", "content": parts}]

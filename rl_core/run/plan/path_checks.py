@@ -8,7 +8,6 @@ from pathlib import Path
 from rl_core.algorithms import OF_PAIRS
 from rl_core.config import Config
 from rl_core.data.env_names import env_path
-from rl_core.data.row_forms import LABELS, PAIR, read_form
 from rl_core.data.rows import (
     check_exists,
     files_of,
@@ -60,6 +59,8 @@ def check_rows_exist(name: str, split_name: str) -> None:
 
 def check_pairs(name: str, split_name: str) -> None:
     """Raises ValueError if the first row of a small JSON file has no replies to prefer."""
+    from rl_core.data.row_forms import LABELS, PAIR, read_form
+
     files = files_of(name, split_name)
     if not files or not is_small_json(files[0]):
         return
