@@ -41,14 +41,24 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
 
 
-def near_name(name: str, known: Iterable[str]) -> str | None:
+def needs_column(name: str, row: Iterable[str], what: str = "") -> str:
+    """`it needs a column 'x', WHAT`, the columns that there are, and the flag that reads one."""
+    columns = list(map(str, row))
+    near = near_name(name, columns)
+    has = f"it has {', '.join(columns)}; read another"
+    if near:
+        has = f"did you mean {near!r}? Read it"
+    return f"it needs a column {name!r}{what}; {has} by --data.columns {name}={near or 'NAME'}"
+
+
+def near_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name that is spelled most like `name`. Equal file suffixes do not count."""
     known = list(known)
     suffix = PurePath(name).suffix
     if not any(other.endswith(suffix) for other in known):
         suffix = ""
     stems = {other.removesuffix(suffix): other for other in known}
-    close = difflib.get_close_matches(name.removesuffix(suffix), stems, n=1)
+    close = difflib.get_close_matches(name.removesuffix(suffix), stems, n=1, cutoff=cutoff)
     return stems[close[0]] if close else None
 
 

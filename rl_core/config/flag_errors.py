@@ -20,6 +20,7 @@ PAIRS = {
     "kl_reward": "; give an estimator and its coefficient, such as k1,0.05",
     "kl_loss": "; give an estimator and its coefficient, such as k3,0.05",
     "correction_range": "; give the lowest and the highest ratio, such as 0.5,2",
+    "resume": "; it continues the run in --out",
     "betas": "; give AdamW's two decays, such as 0.9,0.95",
 }
 NONE = "rl_core has no counterpart"  # The answer to a flag of others that is left out.
@@ -38,6 +39,7 @@ def wrong_value(flag: str, errors: Sequence[JSON], kind: object) -> ValueError:
     names = [name for name in (flag, *location) if isinstance(name, str)]
     name = ".".join(names).removeprefix(".").removesuffix(".[key]")
     rule = rule.replace("Field required", "must be two values")
+    rule = rule.replace("a valid boolean, unable to interpret input", "true or false")
     rule += PAIRS.get(name.rpartition(".")[2], "")
     return ValueError(f"--{name}={error['input']} {rule}")
 

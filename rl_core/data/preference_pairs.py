@@ -32,6 +32,7 @@ from rl_core.data.task_rows import (
     with_opening,
     with_prefix_mark,
 )
+from rl_core.errors import needs_column
 from rl_core.types import PER_TOKEN, Message, Row, TrainingSample
 
 REPLY_LABELS = ("label", "kto_tag")  # Columns that say if a single reply is good.
@@ -144,10 +145,8 @@ def row_label(row: Row) -> bool:
     if it is not true, false, 1 or 0."""
     column = next((name for name in REPLY_LABELS if row.get(name) is not None), None)
     if column is None:
-        raise ValueError(
-            "it needs a column 'label', true if the reply is good and false if it is bad; read "
-            "another by --data.columns label=NAME, or train pairs by --algorithm dpo"
-        )
+        what = ", true if the reply is good and false if it is bad"
+        raise ValueError(f"{needs_column('label', row, what)}, or train pairs by --algorithm dpo")
     value = row[column]
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ValueError(

@@ -20,9 +20,9 @@ from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.task_rows import (
     CONVERSATIONS,
-    PROMPT_COLUMNS,
     column_messages,
     first_column,
+    prompt_column,
     row_chat,
     row_tools,
     with_opening,
@@ -30,6 +30,7 @@ from rl_core.data.task_rows import (
 )
 from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
 from rl_core.data.token_stream import TokenStream, text_after
+from rl_core.errors import needs_column
 from rl_core.types import Completion, InputImage, Message, Row, TrainingSample, Turn
 
 # Column of a prompt -> what may hold its reply, where a row has no column `response`.
@@ -97,17 +98,14 @@ def as_sampled(
 
 def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
-    column = first_column(row, PROMPT_COLUMNS) or "messages"
+    column = prompt_column(row)
     asked = with_prefix_mark(row, column_messages(row, column, notes=notes))
     messages = with_opening(row, asked, notes)
     if column not in CONVERSATIONS:
         replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
         reply = first_column(row, replies)
         if reply is None:
-            raise ValueError(
-                f"it needs a column 'response' with the reply to {column!r}; its columns are "
-                f"{', '.join(row)}; read another by --data.columns response=NAME"
-            )
+            raise ValueError(needs_column("response", row, f" with the reply to {column!r}"))
         messages = as_context(messages) + text_reply(row, reply, notes)
     elif is_trajectory(row):
         # Assistants' messages before the first turn are part of the prompt.

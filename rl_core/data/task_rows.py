@@ -16,7 +16,7 @@ from rl_core.data.canonical_messages import canonical_messages, canonical_tools,
 from rl_core.data.image_parts import have_images, without_pixels
 from rl_core.data.messages import MEDIA_KEYS, NOT_READ, as_context, json_value, shorten, text_of
 from rl_core.data.rows import data_folder, row_place, row_source
-from rl_core.errors import nearest
+from rl_core.errors import near_name, needs_column
 from rl_core.types import JSON, JSONObject, Message, Row, Task, counter_seed
 
 if TYPE_CHECKING:
@@ -99,14 +99,7 @@ def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The messages in the first of PROMPT_COLUMNS that a row has, or its text as a user message,
     behind those of its system and history columns. The replies at the end of CONVERSATIONS are
     left out, because they are the solution, up to one that the reply continues."""
-    column = first_column(row, PROMPT_COLUMNS)
-    if column is None:
-        have = ", ".join(map(str, row)) or "no columns"
-        raise ValueError(
-            f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; "
-            "another column is read by --data.columns prompt=NAME, or messages=NAME for "
-            "conversations that end with the solution"
-        )
+    column = prompt_column(row)
     messages = with_prefix_mark(row, column_messages(row, column, notes=notes))
     num_messages = len(messages)
     if column in CONVERSATIONS:
@@ -117,6 +110,23 @@ def prompt_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     if len(messages) < num_messages and notes is not None:
         notes.append(LEFT_OUT.format(column))
     return with_opening(row, messages, notes)
+
+
+def prompt_column(row: Row) -> str:
+    """The first of PROMPT_COLUMNS that the row has. Raises ValueError if there is none."""
+    column = first_column(row, PROMPT_COLUMNS)
+    if column is not None:
+        return column
+    hint = (
+        "another column is read by --data.columns prompt=NAME, or messages=NAME for conversations "
+        "that end with the solution"
+    )
+    for name in PROMPT_COLUMNS:
+        if near := near_name(name, map(str, row), cutoff=0.85):
+            hint = f"did you mean {near!r}? Read it by --data.columns {name}={near}"
+            break
+    have = ", ".join(map(str, row)) or "no columns"
+    raise ValueError(f"needs one of the columns {', '.join(PROMPT_COLUMNS)}; has {have}; {hint}")
 
 
 def with_prefix_mark(row: Row, messages: list[Message]) -> list[Message]:
@@ -301,10 +311,7 @@ def column_messages(
     message of `role`, and `input` the rest of `instruction`. Raises ValueError if there are none,
     and as canonical_messages."""
     if column not in row:
-        raise ValueError(
-            f"it needs a column {column!r}; {nearest(column, row)}; read another by "
-            f"--data.columns {column}=NAME"
-        )
+        raise ValueError(needs_column(column, row))
     value = row[column]
     if not is_plain(value):
         value = messages_in_column(row, column, role, notes)

@@ -141,10 +141,15 @@ def test_a_prefix_is_context_of_the_reply_that_continues_it(row):
         ({"messages": BEGUN}, "message 2 is to be continued, .*, and no reply continues it"),
         ({"messages": PARTIAL}, "message 2 is to be continued, by its prefix or partial"),
         ({"messages": TALK[:2], "continue_final_message": True}, "message 2 is to be continued"),
-        ({"text": "hello"}, "it needs"),
+        ({"text": "hello"}, "needs one of the columns .*; has text; .* prompt=NAME"),
+        ({"promt": "hello", "response": "1"}, "did you mean 'promt'. Read it by .* prompt=promt"),
+        (
+            {"prompt": "hello", "respone": "1"},
+            "'response' .* 'prompt'; did you mean 'respone'. .* response=respone",
+        ),
         (
             {"question": "hello", "reply": "42"},
-            "'response' .* 'question'; its columns are question, reply; .* response=NAME",
+            "'response' .* 'question'; it has question, reply; .* response=NAME",
         ),
         ({"messages": "hello"}, "must be a list"),
         ({"messages": [{"content": "hello"}]}, "must be a list"),

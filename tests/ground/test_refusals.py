@@ -81,7 +81,7 @@ REFUSED = {
         "4": "longer than 5 (max_prompt_tokens + max_tokens)",
         "--algorithm dpo --data.train "
         "{dir}/choosen.jsonl": "row 1 of {dir}/choosen.jsonl: it needs a column 'chosen'; "
-        "did you mean 'choosen'?; read another by --data.columns chosen=NAME",
+        "did you mean 'choosen'? Read it by --data.columns chosen=choosen",
         "--algorithm dpo --data.train "
         "{dir}/equal.jsonl": "has no pair with a preference: all have equal replies",
         "--algorithm kto": "row 1 of {dir}/pairs.jsonl: it needs a column 'label' ... or train "
@@ -118,7 +118,7 @@ BAD_FILES = {
     "a misspelt prompt": (
         SCORES,
         '{"promt": "1"}',
-        "row 1 of ... needs one of the columns ... has promt; ... --data.columns prompt=NAME",
+        "row 1 of ... needs one of the columns ... has promt; did you mean 'promt'? Read it by --data.columns prompt=promt",
     ),
     "a prompt of null": (
         SCORES,
@@ -368,7 +368,11 @@ FLAGS = [
         "http://127.0.0.1:8000/v1",
     ),
     (MODEL, "--optim.betas 0.9,1.5", "--optim.betas=1.5 must be less than or equal to 1"),
-    (MODEL, "--resume maybe", "--resume=maybe must be a valid boolean"),
+    (
+        MODEL,
+        "--resume maybe",
+        "--resume=maybe must be true or false; it continues the run in --out",
+    ),
     (MODEL, "--num_steps 1.5", "--num_steps=1.5 must be a valid integer"),
     (MODEL, "--optim adamw", "unknown flag --optim; rl_core calls it --optim.name"),
     (MODEL, "--num_epochs 0", "--num_epochs=0 must be greater than 0"),

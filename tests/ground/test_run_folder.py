@@ -32,7 +32,7 @@ def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, ca
     out = tmp_path / "run"
     resume = [*flags, "--group_size", "2", "--out", str(out), "--resume", "--rollout.save", "false"]
     assert main([*resume, "--num_steps", "1"]) == 0
-    assert f"begins at step 0, in {out}" in capsys.readouterr().out
+    assert f"--resume: no checkpoint yet; begins at step 0, in {out}" in capsys.readouterr().out
     assert main([*resume, "--num_steps", "2", "--optim.lr", "1e-4"]) == 0
     shown = capsys.readouterr().out
     assert "--resume: continues from step 1" in shown

@@ -96,7 +96,7 @@ SAID_AT_ONCE = {
     "rl_core.tools.cli train --model m --env_path no.py --out o": "no.py: no such file",
     "rl_core.tools.cli train --model m --out o": "--env_path is missing",
     "rl_core.tools.cli train --algorithm dpo --model m --out o --data.train tests/cases/nums.jsonl": (
-        "row 1 of tests/cases/nums.jsonl: it needs a column 'chosen'; known: target, nums"
+        "row 1 of tests/cases/nums.jsonl: it needs a column 'chosen'; it has target, nums"
     ),
     "rl_core.tools.cli train --resume --out env": "no run to resume; did you mean envs?; to start",
     "rl_core.train --model m --env_path math_answer --data.train no.jsonl --out o": "no.jsonl: no",

@@ -193,7 +193,8 @@ def loaded(trainer: RunState) -> str:
         episodes = counted(config.group_size, "episode")
         of_step = f"{counted(config.tasks_per_step, 'task')} x {episodes}"
     work += f"{counted(config.num_steps, 'step')} of {of_step}"
-    start = f"begins at step 0, in {trainer.out}"
+    unsaved = "--resume: no checkpoint yet; " if config.resume else ""
+    start = f"{unsaved}begins at step 0, in {trainer.out}"
     if trainer.checkpoint:
         start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]

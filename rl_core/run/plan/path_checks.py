@@ -17,7 +17,7 @@ from rl_core.data.rows import (
     source_and_split,
 )
 from rl_core.data.tasks.eval_sets import held_out
-from rl_core.errors import nearest, split
+from rl_core.errors import needs_column, split
 from rl_core.run.plan.model_paths import check_local
 
 ROWS = ("train", "eval")  # Splits of --data.
@@ -68,10 +68,7 @@ def check_pairs(name: str, split_name: str) -> None:
     pair = read_form(row, ())
     is_other = is_trajectory(row) or pair.get("tied") or any(map(LABELS.search, pair))
     if pair.keys().isdisjoint(PAIR) and not is_other:  # Others have their own errors.
-        raise ValueError(
-            f"row 1 of {files[0]}: it needs a column 'chosen'; {nearest('chosen', pair)}; read "
-            "another by --data.columns chosen=NAME"
-        )
+        raise ValueError(f"row 1 of {files[0]}: {needs_column('chosen', pair)}")
 
 
 def check_folder(out: Path, is_resumed: bool) -> None:
