@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rl_core.data.episodes import failure_reason
+from rl_core.data.episodes import CUT_OFF, failure_reason
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.errors import keep_ends
 from rl_core.plugin import Plugin, RunState
@@ -111,11 +111,15 @@ def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, lis
     for t in trajectories:
         if t.status == "failed":
             episodes[t.env, t.task_id, t.group_id, t.index] = t.error
+    whole = {failure_reason(error, key[1]) for key, error in episodes.items() if error}
     totals, failed, reasons = Counter(), Counter(), Counter()
     first = ""
     for (env, task, *_), error in episodes.items():
         totals[env, task] += 1
         if error is not None:
+            reason, note, _ = error.partition(CUT_OFF)
+            if note and failure_reason(reason, task) in whole:  # It is not the truncation.
+                error = reason
             first = first or f"{task}: {error.replace(f' for task {task}', '')}"
             failed[env, task] += 1
             reasons[keep_ends(failure_reason(error, task), MAX_REASON_CHARS)] += 1

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.config import RolloutConfig
-from rl_core.data.episodes import succeeded
+from rl_core.data.episodes import CUT_OFF, succeeded
 from rl_core.data.image_parts import has_image_tokens
 from rl_core.data.task_rows import row_variables
 from rl_core.sampling.actor import EpisodeActors, Speaker, revived
@@ -34,9 +34,6 @@ WINDOW_POLL_S = 0.002  # Interval of polling this rank's groups.
 # Key of a group in a worker: (label, number among the groups submitted with that label).
 Key = tuple[str, int]
 SCORING = "group"  # Replaces the episode's number in sessions that score the group.
-CUT_OFF = (
-    "; the episode was truncated, which may be the reason: a turn was cut off, as by --max_tokens"
-)
 
 
 AfterGroup = Callable[["EpisodeRunner", Group, list[Trajectory]], Awaitable[None]]

@@ -11,6 +11,7 @@ import pytest
 from kit import metrics, trajectories
 from stage import make_groups
 
+from rl_core.data.episodes import CUT_OFF
 from rl_core.distributed import Ranks
 from rl_core.run.failure_limit import refuse_failures
 from rl_core.sampling.rollout import POLL_S, RolloutWorker
@@ -186,7 +187,8 @@ def test_the_error_for_too_many_failures_names_its_rule():
     ranks = Ranks(rank=0, size=1, device=None, store=None)
     groups = [{"task_id": str(n), "env": "x", "group_id": str(n)} for n in range(20)]
     episodes = [
-        Trajectory(**fields, status="failed", error="not a number")
+        # Whole episodes fail by the same reason: it is not the truncation.
+        Trajectory(**fields, status="failed", error="not a number" + CUT_OFF * (n == 0))
         if n < 8
         else Trajectory(**fields, status="ok")
         for n, fields in enumerate(groups)
