@@ -145,8 +145,10 @@ def row_label(row: Row) -> bool:
     if it is not true, false, 1 or 0."""
     column = next((name for name in REPLY_LABELS if row.get(name) is not None), None)
     if column is None:
-        what = ", true if the reply is good and false if it is bad"
-        raise ValueError(f"{needs_column('label', row, what)}, or train pairs by --algorithm dpo")
+        meaning = ", true if the reply is good and false if it is bad"
+        raise ValueError(
+            f"{needs_column('label', row, meaning)}, or train pairs by --algorithm dpo"
+        )
     value = row[column]
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ValueError(

@@ -111,14 +111,14 @@ def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, lis
     for t in trajectories:
         if t.status == "failed":
             episodes[t.env, t.task_id, t.group_id, t.index] = t.error
-    whole = {failure_reason(error, key[1]) for key, error in episodes.items() if error}
+    untruncated = {failure_reason(error, key[1]) for key, error in episodes.items() if error}
     totals, failed, reasons = Counter(), Counter(), Counter()
     first = ""
     for (env, task, *_), error in episodes.items():
         totals[env, task] += 1
         if error is not None:
             reason, note, _ = error.partition(CUT_OFF)
-            if note and failure_reason(reason, task) in whole:  # It is not the truncation.
+            if note and failure_reason(reason, task) in untruncated:  # It is not the truncation.
                 error = reason
             first = first or f"{task}: {error.replace(f' for task {task}', '')}"
             failed[env, task] += 1
