@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# scripts/slurm.sh under a real Slurm of one node with two pretended GPUs, on a CPU: a job that is out of time, or cancelled, saves, and
+# scripts/launch/slurm.sh under a real Slurm of one node with two pretended GPUs, on a CPU: a job that is out of time, or cancelled, saves, and
 # the next one continues with the numbers of a run that was never stopped. As root, with Debian's munge, slurmctld, slurmd and slurm-client.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -40,7 +40,7 @@ def load_tasks(split): return [{"prompt": str(n)} for n in range(64)]
 def reward_fn(completion): return sum(map(str.islower, completion)) / 8
 END
 flags="--model $folder/model --env_path $folder/env.py --max_tokens 8 --tasks_per_step 8 --num_steps 60 --optim.lr 1e-3"
-submit() { sbatch --parsable --gpus-per-node 2 --output "$folder/$1.log" scripts/slurm.sh $flags --out "$folder/$1"; }
+submit() { sbatch --parsable --gpus-per-node 2 --output "$folder/$1.log" scripts/launch/slurm.sh $flags --out "$folder/$1"; }
 end_of() { timeout 300 sh -c "until scontrol show job $1 | grep JobState=$2; do sleep 1; done" || tail -n 20 "$folder"/*.log; }
 steps_of() { until [ "$(cat "$folder/$1/metrics.jsonl" 2>/dev/null | wc -l)" -ge "$2" ]; do sleep 0.1; done; }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -14,7 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from kit import (
+    ROOT,
     ForkedProcess,
     RanksProcess,
     kill_session,
@@ -38,9 +41,12 @@ def reward_fn(completion):
 
 def fork_torchrun(num_ranks: int, *args, flags=("--standalone",), before="") -> ForkedProcess:
     """torchrun whose imports are done. before: code that runs in its process first."""
+    return fork_agent(*flags, f"--nproc_per_node={num_ranks}", *args, before=before)
+
+
+def fork_agent(*args, before: str) -> ForkedProcess:
     program = f"{before}\nimport sys\nfrom kit import run_program\nrun_program(*sys.argv[1:])"
-    module = ("-m", "torch.distributed.run", *flags, f"--nproc_per_node={num_ranks}")
-    return ForkedProcess("-c", program, *module, *args)
+    return ForkedProcess("-c", program, "-m", "torch.distributed.run", *args)
 
 
 @pytest.fixture
@@ -281,6 +287,10 @@ call(libc.mount(b"{hosts}", b"/etc/hosts", None, BIND, None))
 """
 
 
+# Names of the first of two nodes: a host of Slurm, pods of Kubernetes.
+FIRST_NAMES = "host0 rl-core-master-0 rl-core-node-0-0.rl-core rl-core-0.rl-core"
+
+
 @pytest.fixture
 def networks(tmp_path):
     """Code that moves a program to each of two machines: network namespaces with a cable between
@@ -291,7 +301,7 @@ def networks(tmp_path):
     steps = [*(f"netns add {node}" for node in nodes), cable]
     programs = []
     for i, node in enumerate(nodes):
-        hosts = f"127.0.0.1 localhost\n127.0.1.1 host{i}\n10.77.0.1 host0\n"
+        hosts = f"127.0.0.1 localhost\n127.0.1.1 host{i}\n10.77.0.1 {FIRST_NAMES}\n"
         (tmp_path / f"hosts_{i}").write_text(hosts)
         steps += [f"-n {node} address add 10.77.0.{i + 1}/24 dev end{i}"]
         steps += [f"-n {node} link set {interface} up" for interface in ("lo", f"end{i}")]
@@ -363,6 +373,145 @@ def test_a_lost_node_with_the_store_ends_the_other(start_nodes, tiny_model, sort
     errors = nodes[1].communicate(timeout=60)[1]
     assert nodes[1].returncode != 0
     assert "waited in the phase" in the_error(errors)
+
+
+LAUNCHERS = ROOT / "scripts/launch"
+MEETS = """
+import os, torch
+import torch.distributed as dist
+from rl_core.distributed import close_ranks
+from rl_core.run.process.joining import init_ranks
+ranks, bits = init_ranks(60), torch.tensor([1 << int(os.environ["RANK"])])
+dist.all_reduce(bits)
+values = os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], ranks.rank, ranks.size, int(bits)
+os.write(1, (" ".join(map(str, values)) + "\\n").encode())
+close_ranks(ranks)
+"""
+# Two commands of Slurm as a node has them; torchrun's place is taken by its arguments and variables.
+COMMANDS = """
+scontrol() { printf 'host0\\nhost1\\n'; }
+srun() { shift; "$@"; }
+torchrun() { printf '%s\\0' "$@"; printf '\\0'; env -0; }
+"""
+
+
+def manifest(name: str, kind: str) -> dict:
+    documents = yaml.safe_load_all((LAUNCHERS / name).read_text())
+    [document] = [document for document in documents if document["kind"] == kind]
+    assert document["metadata"]["name"] == "rl-core"
+    return document["spec"]
+
+
+def pod_of(pod: dict, trainer: dict | None = None) -> tuple[str, dict[str, str]]:
+    """The command of a pod's container and its variables, whose parts fit together. trainer: where
+    these are, if not in the container."""
+    [container] = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    source = trainer or container
+    env = {variable["name"]: variable.get("value", "") for variable in source["env"]}
+    assert env["PET_SHUTDOWN_TIMEOUT"] == str(pod["terminationGracePeriodSeconds"])
+    return shlex.join([*source["command"], *source["args"]]), env
+
+
+def slurm(node: int) -> tuple[str, dict[str, str]]:
+    sizes = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]"}
+    return (LAUNCHERS / "slurm.sh").read_text(), sizes | job
+
+
+def sky(node: int) -> tuple[str, dict[str, str]]:
+    task = yaml.safe_load((LAUNCHERS / "sky.yaml").read_text())
+    assert (task["num_nodes"], [*task["volumes"]]) == (2, ["/shared"])
+    env = {"NODE_IPS": "10.77.0.1\n10.77.0.2", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "2"}
+    env["NODE_RANK"] = str(node)
+    return task["run"], task["envs"] | {f"SKYPILOT_{name}": env[name] for name in env}
+
+
+def torch_plugin(node: int, spec: dict) -> dict[str, str]:
+    """Variables of Kubeflow Trainer's torch plugin."""
+    address = {"MASTER_ADDR": "rl-core-node-0-0.rl-core", "MASTER_PORT": "29500"}
+    sizes = {"NNODES": str(spec["numNodes"]), "NPROC_PER_NODE": str(spec["numProcPerNode"])}
+    env = address | sizes | {"NODE_RANK": str(node)}
+    return {f"PET_{name}": env[name] for name in env}
+
+
+def trainjob(node: int) -> tuple[str, dict[str, str]]:
+    spec = manifest("trainjob.yaml", "TrainJob")
+    [patch] = spec["runtimePatches"]
+    [job] = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    command, env = pod_of(job["template"]["spec"]["template"]["spec"], spec["trainer"])
+    for gpus in spec["trainer"]["resourcesPerNode"].values():
+        assert gpus == {"nvidia.com/gpu": spec["trainer"]["numProcPerNode"]}
+    return command, env | torch_plugin(node, spec["trainer"])
+
+
+def pytorchjob(node: int) -> tuple[str, dict[str, str]]:
+    """The operator's version 1.9 sets addresses and ranks of a job with a Master alone."""
+    spec = manifest("pytorchjob.yaml", "PyTorchJob")
+    replicas = spec["pytorchReplicaSpecs"]
+    command, env = pod_of(replicas[("Master", "Worker")[node]]["template"]["spec"])
+    num_nodes = sum(replica["replicas"] for replica in replicas.values())
+    env |= {"PET_NNODES": str(num_nodes), "PET_NPROC_PER_NODE": spec["nprocPerNode"]}
+    address = {"MASTER_ADDR": "rl-core-master-0", "MASTER_PORT": "23456"}
+    env |= address | {f"PET_{name}": address[name] for name in address}
+    env |= {"PET_NODE_RANK": str(node), "RANK": str(node), "WORLD_SIZE": "16"}
+    return command, env
+
+
+def indexed_job(node: int) -> tuple[str, dict[str, str]]:
+    spec, service = manifest("job.yaml", "Job"), manifest("job.yaml", "Service")
+    assert service["selector"] == {"batch.kubernetes.io/job-name": "rl-core"}
+    pod = spec["template"]["spec"]
+    command, env = pod_of(pod)
+    sizes = {spec["completions"], spec["parallelism"], int(env["PET_NNODES"])}
+    assert (sizes, spec["completionMode"], pod["subdomain"]) == ({2}, "Indexed", "rl-core")
+    [container] = pod["containers"]
+    [indexed] = [each["valueFrom"] for each in container["env"] if "valueFrom" in each]
+    field = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert indexed == {"fieldRef": {"fieldPath": field}}
+    return command, env | {"PET_NODE_RANK": str(node)}
+
+
+@pytest.mark.parametrize("launcher", [slurm, sky, trainjob, pytorchjob, indexed_job])
+def test_two_nodes_meet_by_the_variables_of_each_launcher(launcher, networks, tmp_path):
+    (tmp_path / "meets.py").write_text(MEETS)
+    agents = []
+    for node, before in enumerate(networks):
+        command, env = launcher(node)
+        assert env.get("PET_NPROC_PER_NODE") in (None, "8")
+        env |= {"PATH": os.environ["PATH"], "PET_NPROC_PER_NODE": "2"}
+        line = ["bash", "-c", COMMANDS + command, "launch"]
+        printed = subprocess.run(line, env=env, capture_output=True, text=True, check=True).stdout
+        args, _, variables = printed.partition("\0\0")
+        args = args.split("\0")
+        end = args.index("rl_core.train")
+        assert args[end - 1] == "-m" and "--resume" in args[end:]
+        env = dict(pair.split("=", 1) for pair in variables.split("\0") if pair)
+        if not before:
+            pytest.skip("two nodes need network namespaces")
+        before += f"os.environ.update({env!r})"
+        agents.append(fork_agent(*args[: end - 1], tmp_path / "meets.py", before=before))
+    try:
+        ends = [agent.communicate(timeout=90) for agent in agents]
+    finally:
+        for agent in agents:
+            kill_session(agent)
+    assert [agent.returncode for agent in agents] == [0, 0], ends
+    places = [sorted(output.splitlines()) for output, _ in ends]
+    if launcher is slurm:  # torchrun numbers the nodes itself.
+        places.sort()
+    of_ranks = ["0 0 0 4 15", "0 1 1 4 15"], ["1 0 2 4 15", "1 1 3 4 15"]
+    assert places == [*of_ranks]
+
+
+def test_the_trainers_image_has_versions_that_fit_together():
+    image = (LAUNCHERS / "Dockerfile").read_text()
+    of = dict(re.findall(r"\b([A-Z]+)=([\d.]+)", re.search(r"^ARG SGLANG.*$", image, re.M)[0]))
+    table = (ROOT / "docs/engines.md").read_text()
+    rows = re.findall(r"^\| (?:[\d.]+ - )?([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", table, re.M)
+    assert (of["SGLANG"], of["TORCH"], of["TRANSFORMERS"]) in rows
 
 
 # Rank 1 of two ranks in separate folders has something else than rank 0.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One run on the nodes of a Slurm job: one torchrun agent a node, which meet at the first one's address.
-#   sbatch --nodes 2 --gpus-per-node 8 scripts/slurm.sh --model Qwen/Qwen3-4B --env_path env.py --out /shared/runs/first
+#   sbatch --nodes 2 --gpus-per-node 8 scripts/launch/slurm.sh --model Qwen/Qwen3-4B --env_path env.py --out /shared/runs/first
 # --out must be on a file system that all nodes see. Ten minutes before the time limit the run saves and the job queues again; then, and
 # after a preemption, a lost node or a second sbatch, the run resumes where it was saved. scripts/test_slurm.sh tries this on one node.
 #SBATCH --job-name=rl_core
