@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from kit import words
+from kit import run, steps, words
 from pydantic import TypeAdapter
 
+from rl_core import rewards
 from rl_core.config import parse_config
 from rl_core.engines.api import ApiActor, make_api_actor
 from rl_core.train import main
-from rl_core.types import SamplingParams
+from rl_core.types import SamplingParams, Trajectory
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-a-secret-0123456789"
@@ -74,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server = self.server
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked = request
         with server.lock:
             server.requests.append((self.path, self.headers, request))
             server.now += 1
@@ -341,7 +343,7 @@ FAILING = """
 import asyncio, logging, sys, traceback
 logging.basicConfig(level=logging.DEBUG)
 from rl_core.engines.api import ApiActor, make_api_actor
-from rl_core.types import SamplingParams
+from rl_core.types import SamplingParams, Trajectory
 
 async def ask(url):
     actor = ApiActor(name="judge", url=url, model="m", api_key_env="JUDGE_KEY", max_retries=1)
@@ -663,3 +665,80 @@ def test_what_an_api_lacks_is_refused(path):
         assert isinstance(error, ValueError) and "min_p=0.1" in str(error)
         [error] = ask(judge(f"{server.url}{path}"))
         assert "an answer that cannot be read" in str(error) and KEY not in str(error)
+
+
+RANKING = """
+from rl_core import reward, rewards
+
+turns = "policy"
+
+def load_tasks(split):
+    return [{"prompt": f"{n} and {n * 7 % 10}"} for n in range(8)]
+
+async def group_reward_fn(trajectories, actors):
+    return await rewards.ranked(trajectories, actors["judge"], "Many digits.", max_tokens=999)
+
+@reward(weight=0.0)
+async def digits(completion):
+    return sum(map(str.isdigit, completion)) / 8
+"""
+
+
+def last_text(handler) -> str:
+    content = handler.asked["messages"][-1]["content"]
+    return content if isinstance(content, str) else content[0]["text"]
+
+
+def rank_digits(handler) -> str:
+    """The verdict of a judge who ranks the replies by their digits."""
+    form = r"(?s)<reply (\w+)>\n\[\1 assistant\]\n(.*?)\n</reply>"
+    shown = re.findall(form, last_text(handler))
+    counts = {key: sum(map(str.isdigit, text)) for key, text in shown}
+    order = sorted(counts.values())
+    return "\n".join(f"{key}: {order.index(counts[key]) / len(order)}" for key in counts)
+
+
+def test_a_run_learns_from_the_rankings_of_an_endpoint(tiny_model, tmp_path):
+    (tmp_path / "env.py").write_text(RANKING)
+    flags = (
+        "--max_tokens 8 --max_prompt_tokens 24 --tasks_per_step 8 --group_size 8 --num_steps 10 "
+    )
+    flags += "--optim.lr 3e-3 --actors.judge.model m "
+    flags += "--actors.judge.api_key_env JUDGE_KEY --actors.judge.api"
+    with serving(lambda handler: (200, reply(rank_digits(handler)))) as server:
+        models = ["--actors.policy.model", tiny_model, "--env_path", tmp_path / "env.py"]
+        out = run(tmp_path / "run", *models, flags, server.url)
+    # One call for each group.
+    assert len(server.requests) == 80 and server.requests[0][2]["max_tokens"] == 999
+    digits = [row["rollout/policy/digits"] for row in steps(out)]
+    # A tenth of the ids are digits.
+    assert digits[0] < 0.15 and digits[-1] > 0.3, digits
+
+
+@pytest.mark.parametrize("path", ["", "/messages"])
+def test_endpoints_rank_groups_and_check_criteria(path):
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    group = [
+        Trajectory(messages=messages),
+        Trajectory(messages=[messages[0], messages[1] | {"content": "x"}]),
+    ]
+
+    def says(handler):
+        text = rank_digits(handler)
+        if keys := re.findall(r"<rubric (\w+)>", last_text(handler)):
+            text = "\n".join(f"{key}: yes" for key in keys)
+        if not path:
+            return 200, reply(text)
+        return 200, APIS[path][3] | {"content": [{"type": "text", "text": text}]}
+
+    async def scores(actor):
+        speaker = actor.bind_episode(SamplingParams(max_tokens=99), 0)
+        try:
+            ranked = await rewards.ranked(group, speaker, "Right.")
+            return ranked, await rewards.rubric([{"criterion": "Right."}], speaker, messages)
+        finally:
+            await actor.close()
+
+    with serving(says) as server:
+        result = asyncio.run(scores(judge(f"{server.url}{path}", timeout_s=30)))
+    assert result == ([0.5, 0.0], {"rubric": 1.0}) and len(server.requests) == 2
