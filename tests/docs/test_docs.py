@@ -46,7 +46,7 @@ SHELL = (
     " pre-commit kill cp mkdir openssl helm"
 )
 OTHERS = {
-    "torchrun": "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id standalone",
+    "torchrun": "nnodes node_rank nproc_per_node rdzv_backend rdzv_endpoint rdzv_id standalone",
     "sglang": "api-key enable-deterministic-inference enable-lora enable-memory-saver enable-return-routed-experts"
     " kv-cache-dtype max-loras-per-batch model-path quantization port host",
     "vllm": "no-mm-device-do-normalize",
