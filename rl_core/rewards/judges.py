@@ -208,7 +208,7 @@ def ids_of(actor: Actor, texts: Sequence[str]) -> list[str]:
 
 def first_turn(trajectory: Trajectory) -> int:
     """Index of the actor's first message, or of the last message if it is unknown."""
-    return next(iter(trajectory.places), max(0, len(trajectory.messages) - 1))
+    return next(iter(trajectory.message_indices), max(0, len(trajectory.messages) - 1))
 
 
 def transcript(messages: Sequence[Message], key: str = "") -> str:

@@ -215,7 +215,7 @@ def group(*replies: str) -> list[Trajectory]:
     return [
         Trajectory(
             index=index,
-            places=[2],
+            message_indices=[2],
             messages=[*ASKED, {"role": "assistant", "content": reply}],
         )
         for index, reply in enumerate(replies)
