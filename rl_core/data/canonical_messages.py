@@ -9,8 +9,9 @@ from rl_core.types import JSON, JSONObject, Message
 
 def is_plain(messages: object) -> bool:
     """True for a list of messages that have a canonical role and a text, and nothing else."""
-    is_list = isinstance(messages, (list, tuple)) and bool(messages)
-    return is_list and all(map(is_plain_message, messages))
+    if not isinstance(messages, (list, tuple)):
+        return False
+    return bool(messages) and all(map(is_plain_message, messages))
 
 
 def is_plain_message(message: object) -> bool:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from rl_core.config import OptimConfig
 from rl_core.distributed import local, unsharded
 from rl_core.learning.learner import Learner, Named
-from rl_core.models.parallel.fsdp import local_slices
 
 # Muon: 4 of matrices in blocks, 8 of embeddings and heads.
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "sgd": 4.0, "muon": 5.0}
@@ -78,6 +77,8 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        from rl_core.models.parallel.fsdp import local_slices
+
         for group in self.param_groups:
             if group["rule"] != "muon":
                 continue
