@@ -12,7 +12,7 @@ from typing import Union, get_args, get_origin
 
 import yaml
 
-from rl_core.errors import split
+from rl_core.errors import near_name, split
 from rl_core.types import JSON
 
 # Flag with two values -> their meaning and an example.
@@ -41,6 +41,9 @@ def wrong_value(flag: str, errors: Sequence[JSON], kind: object) -> ValueError:
     rule = rule.replace("Field required", "must be two values")
     rule = rule.replace("a valid boolean, unable to interpret input", "true or false")
     rule += PAIRS.get(name.rpartition(".")[2], "")
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        near = near_name(error["input"], re.findall("'([^']+)'", rule))
+        rule += f"; did you mean {near!r}?" if near else ""
     return ValueError(f"--{name}={error['input']} {rule}")
 
 

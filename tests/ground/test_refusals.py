@@ -350,6 +350,7 @@ FLAGS = [
         "--learner.logprob_microbatch_tokens=-5 must be greater than or equal to 0, or must be 'auto'",
     ),
     (MODEL, "--algorithm poo", "--algorithm=poo must be 'grpo', 'dr_grpo', "),
+    (MODEL, "--algorithm grppo", "or 'rm'; did you mean 'grpo'?"),
     (
         MODEL,
         "--optim.betas 0.9",

@@ -41,6 +41,8 @@ def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, ca
     ]
     assert yaml.safe_load((out / "config.yaml").read_text())["optim"]["lr"] == 1e-6
     assert not [*out.glob("rollouts/*.zst")], "nobody asked for them"
+    assert main([*resume, "--num_steps", "2"]) == 0
+    assert "step 2 of 2; a higher --num_steps trains on" in capsys.readouterr().out
 
 
 def test_a_folder_of_a_run_that_is_going_on_is_refused(flags, tmp_path, capsys):

@@ -197,6 +197,8 @@ def loaded(trainer: RunState) -> str:
     start = f"{unsaved}begins at step 0, in {trainer.out}"
     if trainer.checkpoint:
         start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
+        if trainer.step == config.num_steps:
+            start += "; a higher --num_steps trains on"
     lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]
     if sys.platform == "darwin":
         lines.append(MACOS)

@@ -111,7 +111,7 @@ RULES = (
         1,
         is_most_of_first_step,
         "is {value:.2f} in the first step: most turns are cut off in the middle. After such a turn "
-        "no hook answers, and the reward is for the episode so far; try {more}, or "
+        "interact() is not called, and the reward is for the episode so far; try {more}, or "
         "truncated_reward in the environment, and read some replies: {show}",
     ),
     Rule(
