@@ -82,9 +82,9 @@ DIALOGS = [
 PAIRS = [{"prompt": str(n), "chosen": "a" * (n % 4 + 1), "rejected": f"{n} b"} for n in range(16)]
 ENVS = {"letters": LETTERS, "digits": DIGITS, "ask": ASK, "keyed": KEYED, "talk": TALK}
 LABELLED = [
-    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+    {"prompt": row["prompt"], "response": row[side], "helpfulness": n, "label": side == "chosen"}
     for row in PAIRS
-    for side in ("chosen", "rejected")
+    for n, side in enumerate(("rejected", "chosen"))
 ]
 DATA = {"rows": ROWS, "dialogs": DIALOGS, "pairs": PAIRS, "labelled": LABELLED}
 

@@ -152,7 +152,8 @@ def row_label(row: Row) -> bool:
     value = row[column]
     if not isinstance(value, (bool, int, float)) or value not in (0, 1):
         raise ValueError(
-            f"column {column!r} must be true (a good reply) or false, is {shorten(value)}"
+            f"column {column!r} holds {shorten(value)}: it must be true or 1 (a good reply), or "
+            "false or 0; texts are not read"
         )
     return bool(value)
 

@@ -392,6 +392,16 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
     assert sum("such as row" in line for line in lines) == bool(remark)
 
 
+@pytest.mark.parametrize(
+    "labels, kind", [([1, 0, 1], ""), ([True, True], "good"), ([0.0, False], "bad")]
+)
+def test_labels_of_one_kind_are_warned_of(labels, kind, env):
+    source = source_of([ASKED | {"completion": "4", "label": label} for label in labels])
+    lines = warnings_of(Config(algorithm="kto", tasks_per_step=2), env, source)
+    told = [line for line in lines if "KTO compares" in line]
+    assert [f"are labelled {kind}:" in line for line in told] == [True] * bool(kind)
+
+
 CALL = {"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {}}]}
 TEXT_CALL = {"role": "assistant", "content": '<tool_call>{"name": "clock"}</tool_call>'}
 CALLED = {"messages": [TALK[0], CALL]}

@@ -89,7 +89,7 @@ REFUSED = {
         "--algorithm kto --data.train {dir}/unlabelled.jsonl": "row 1 of {dir}/unlabelled.jsonl: it "
         "needs a column 'label', true if the reply is good",
         "--algorithm kto --data.train {dir}/yes.jsonl": "row 1 of {dir}/yes.jsonl: column 'kto_tag' "
-        "must be true (a good reply) or false, is 'yes'",
+        "holds 'yes': it must be true or 1 (a good reply), or false or 0; texts are not read",
     },
     TWO: {
         "--env_path {dir}/alicia.py": "alicia ... alice",

@@ -222,6 +222,17 @@ def test_groups_that_gain_or_lose_signal_and_signs_are_counted(tmp_path, capsys)
     assert [facts[name] for name in names] == [3, 3, 1, 1, 6]
 
 
+def test_steps_are_those_between_both_ends(tmp_path, capsys):
+    file = tmp_path / "cases.py"
+    file.write_text(LETTERS)
+    out, played = stored(tmp_path / "run", file, [{"prompt": "0 and 0"}], ["a", "b"])
+    for step in (2, 3):
+        write_trajectories(out / f"rollouts/step_00000{step}.jsonl.zst", played)
+    for chosen, numbers in {"2": "2", "2:": "23", ":2": "12", "2:3": "23"}.items():
+        _, lines = rescored(capsys, out, "--env_path", file, "--step", chosen)
+        assert sorted({line["file"][10] for line in lines}) == list(numbers)
+
+
 INTERACT = (
     LETTERS
     + """
@@ -357,6 +368,9 @@ def test_a_step_that_is_replayed_with_new_rewards_gives_the_weights_of_a_run_tha
     curve = curves_of(rewards)["reward"]["policy after"]
     mean = sum(line["reward"] for line in lines) / len(lines)
     assert curve == [(1, pytest.approx(mean))]
+    parts = [row["reward_parts"]["reward_fn"] for row in read_json(old / "rollouts" / name)]
+    curve = curves_of(rewards)["part reward_fn"]["policy before"]
+    assert curve == [(1, pytest.approx(sum(parts) / len(parts)))]
     assert main(words("replay", new, "--rewards", rewards)) == 0  # The same trajectories.
     rows = read_rewards(rewards)[name]
     write_trajectories(rewards, rows[1:])

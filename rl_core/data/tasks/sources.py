@@ -146,7 +146,7 @@ def load_source(
     config: Config, env: Env | None, name: str, split: str, path: str | None
 ) -> TaskSource | None:
     is_train = split == "train"
-    is_pairs = make_algorithm(config.algorithm, config.algo).is_pairs
+    is_pairs = make_algorithm(config.algorithm, config.algo).reads_pairs
     if path:
         rows, files = rows_of_files(config, path, is_train, is_pairs)
     elif env and env.load_tasks:

@@ -9,7 +9,7 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.messages import shorten
-from rl_core.data.rows import row_place
+from rl_core.data.rows import CHECKED_ROWS, row_place
 from rl_core.data.task_rows import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
 from rl_core.data.warnings.column_use import NUM_ROWS, column_use
 from rl_core.sampling.env import Env
@@ -54,8 +54,24 @@ def data_warnings(
                 f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "
                 "rows too; --data.eval or load_tasks must give others"
             )
+    if config.algorithm == "kto" and not config.data.streaming:
+        for source in train.sources:
+            yield from label_warnings(source)
     sources = [*train.sources, *evals.values()]
     yield from row_warnings(config, sources, spelled, envs or {}, chats or {})
+
+
+def label_warnings(source: TaskSource) -> Iterator[str]:
+    """A warning for rows of KTO that all have the same label."""
+    from rl_core.data.preference_pairs import row_label
+
+    labels = (row_label(source.rows[index]) for index in source.kept[:CHECKED_ROWS])
+    first = next(labels)
+    if all(label == first for label in labels):
+        yield (
+            f"all replies of {source.env} are labelled {'good' if first else 'bad'}: KTO compares "
+            "good with bad ones; --data.columns label=NAME reads another column"
+        )
 
 
 def epoch_warnings(num_epochs: float, train: Tasks, envs: Mapping[str, Env]) -> Iterator[str]:
