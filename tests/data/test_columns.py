@@ -398,8 +398,8 @@ def test_rows_that_mark_a_trained_reply_as_bad_are_counted(name, env):
 def test_labels_of_one_kind_are_warned_of(labels, kind, env):
     source = source_of([ASKED | {"completion": "4", "label": label} for label in labels])
     lines = warnings_of(Config(algorithm="kto", tasks_per_step=2), env, source)
-    told = [line for line in lines if "KTO compares" in line]
-    assert [f"are labelled {kind}:" in line for line in told] == [True] * bool(kind)
+    warned = [line for line in lines if "KTO compares" in line]
+    assert [f"are labelled {kind}:" in line for line in warned] == [True] * bool(kind)
 
 
 CALL = {"role": "assistant", "tool_calls": [{"name": "clock", "arguments": {}}]}

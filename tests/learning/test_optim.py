@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from rl_core.config import OptimConfig
 from rl_core.learning.learner import learning_rate
-from rl_core.learning.optimizers import is_block_matrix, newton_schulz, parameter_groups
+from rl_core.learning.optimizers import is_block_matrix, muon, newton_schulz, parameter_groups
 from rl_core.models.loading import on_meta
 from rl_core.run.saving.checkpoint import save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint
@@ -76,7 +76,9 @@ def test_muon_is_torchs_for_the_matrices_of_layers_and_adamw_for_the_rest(tiny_m
 
 
 def test_each_matrix_of_a_stack_is_made_orthogonal_alone():
-    """Muon's coefficients leave singular values between 0.6 and 1.3."""
+    """Muon's coefficients leave singular values between 0.6 and 1.3, and a gradient of 0 as it is,
+    such as that of an expert without tokens."""
+    assert newton_schulz(torch.zeros(2, 4, 3)).eq(0).all()
     for stack in (torch.randn(3, 40, 24), torch.randn(3, 24, 40)):
         made = newton_schulz(stack.bfloat16()).float()
         values = torch.linalg.svdvals(made)
@@ -84,6 +86,16 @@ def test_each_matrix_of_a_stack_is_made_orthogonal_alone():
         for one, alone in zip(made, stack, strict=True):
             u, _, v = torch.linalg.svd(alone, full_matrices=False)
             assert torch.cosine_similarity(one.flatten(), (u @ v).flatten(), dim=0) > 0.95
+        joined = nn.Parameter(stack.clone())
+        weights_alone = [nn.Parameter(matrix.clone()) for matrix in stack]
+        joined.grad = made
+        for weight, gradient in zip(weights_alone, made, strict=True):
+            weight.grad = gradient
+        muon([("layers.0.experts.up", joined)], OptimConfig(lr=0.01, weight_decay=0.1)).step()
+        torch.optim.Muon(
+            weights_alone, lr=0.01, adjust_lr_fn="match_rms_adamw", weight_decay=0.1
+        ).step()
+        torch.testing.assert_close(joined, torch.stack(weights_alone), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", families(FAMILIES))

@@ -344,6 +344,14 @@ def test_rm_losses_are_bradley_terry_on_last_tokens_with_a_margin():
 OF_REPLIES = dpo_losses, simpo_losses, orpo_losses
 
 
+def test_odds_of_replies_that_are_certain_are_finite():
+    logprobs = torch.zeros(2, requires_grad=True)
+    losses, _ = orpo_losses(logprobs, torch.arange(2), 1, PreferenceConfig(beta=0.3))
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([0.3 * math.log(2)])
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
 def test_a_batch_without_pairs_has_a_loss_of_nothing():
     nothing, no_replies = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     for losses, rewards in (
@@ -397,7 +405,7 @@ def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
     return grads, total
 
 
-SIMPO = {"beta": 1.5, "loss_type": "simpo", "cpo_alpha": 0.0}
+SIMPO = {"beta": 2.0, "loss_type": "simpo", "cpo_alpha": 0.0}
 
 
 def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
@@ -426,15 +434,16 @@ def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
         ("dpo", "--preference.loss sigmoid_norm", {"loss_type": "sigmoid_norm"}),
         (
             "simpo",
-            "--preference.beta 1.5 --preference.simpo_gamma 0.7",
+            "--preference.simpo_gamma 0.7",
             SIMPO | {"simpo_gamma": 0.7},
         ),
-        ("orpo", "--preference.beta 0.3", {"beta": 0.3}),
+        ("orpo", "", {"beta": 0.1}),
         (
             "kto",
             "--preference.beta 0.3 --preference.desirable_weight 0.7 --preference.undesirable_weight 1.3",
             {"beta": 0.3, "desirable_weight": 0.7, "undesirable_weight": 1.3},
         ),
+        ("kto reversed", "", {}),  # The mean of the mismatched log-ratios is below 0.
         ("rm", "", {}),
         ("rm with margins", "", {}),
     ],
@@ -445,7 +454,7 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
     import trl.experimental.orpo
     from datasets import Dataset
 
-    algorithm, _, has_margin = algorithm.partition(" ")
+    algorithm, _, variant = algorithm.partition(" ")
     package, name = {
         "sft": (trl, "SFT"),
         "dpo": (trl, "DPO"),
@@ -455,7 +464,8 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
         "rm": (trl, "Reward"),
     }[algorithm]
     family = AutoModelForSequenceClassification if algorithm == "rm" else AutoModelForCausalLM
-    rows = [{k: v for k, v in row.items() if has_margin or k != "margin"} for row in ROWS]
+    rows = [{k: v for k, v in row.items() if variant or k != "margin"} for row in ROWS]
+    rows = rows[::-1] if variant == "reversed" else rows
     theirs = [
         {k: [says(v)] if k in PAIR else v for k, v in row.items()}
         | {"prompt": [user(row["prompt"])]}
@@ -494,6 +504,14 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
     (ours, loss), (expected, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
     assert loss == pytest.approx(trl_loss, rel=1e-5)
     assert_same(ours, expected, 1e-5)
+    if algorithm == "kto":
+        ((minibatch,), _) = learner.shard(samples)
+        learner.annotate([minibatch])
+        [batch], logged = minibatch.batches, trainer._metrics["eval"]
+        ours = learner.losses(batch, learner.forward(batch))[1]
+        for side in ("chosen", "rejected"):
+            [value] = logged[f"rewards/{side}"]
+            assert ours[f"{side}_reward_mean"].value == pytest.approx(value, rel=1e-5)
 
 
 def test_a_pair_computes_its_prompt_once(tiny_model):

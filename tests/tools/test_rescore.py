@@ -228,9 +228,13 @@ def test_steps_are_those_between_both_ends(tmp_path, capsys):
     out, played = stored(tmp_path / "run", file, [{"prompt": "0 and 0"}], ["a", "b"])
     for step in (2, 3):
         write_trajectories(out / f"rollouts/step_00000{step}.jsonl.zst", played)
+    folder = RunFolder(out)
     for chosen, numbers in {"2": "2", "2:": "23", ":2": "12", "2:3": "23"}.items():
         _, lines = rescored(capsys, out, "--env_path", file, "--step", chosen)
         assert sorted({line["file"][10] for line in lines}) == list(numbers)
+        folder.refresh()  # The viewer reads a file that has changed.
+        shown = {str(e.step) for e in folder.entries if e.rescored is not None}
+        assert sorted(shown) == list(numbers)
 
 
 INTERACT = (
