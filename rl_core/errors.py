@@ -46,6 +46,8 @@ def needs_column(name: str, row: Iterable[str], what: str = "") -> str:
     columns = list(map(str, row))
     near = near_name(name, columns)
     has = f"it has {', '.join(columns)}; read another"
+    if name in columns:
+        near, has = None, "it is null in this row; give a value, or read another"
     if near:
         has = f"did you mean {near!r}? Read it"
     return f"it needs a column {name!r}{what}; {has} by --data.columns {name}={near or 'NAME'}"

@@ -239,16 +239,17 @@ async def fitting(
     longest = max(map(len, texts))
     while True:
         asked = render(*(without_middle(text, longest) for text in texts))
-        share = max_chars / len(asked)
+        share, fix = max_chars / len(asked), "raise max_chars"
         # A text that is far too long is not tokenized.
         if share >= 1 and context < math.inf:
             share = room / await num_tokens(actor, asked)
+            fix = "raise --max_prompt_tokens or lower the judge's max_tokens"
         if share >= 1:
             return asked
         if longest <= MIN_CHARS:
             raise ValueError(
                 f"a prompt of {len(asked)} characters is too long for the judge {actor.name}, even "
-                f"with {MIN_CHARS} of each reply; raise --max_prompt_tokens or max_chars"
+                f"with {MIN_CHARS} of each reply; {fix}"
             )
         longest = max(MIN_CHARS, int(longest * min(share, 0.9)))
 

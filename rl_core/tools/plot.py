@@ -91,6 +91,8 @@ def curves_of_rewards(file: Path) -> dict[str, Curves]:
                     values.setdefault(
                         (title, f"{row['actor']} {when}", step_of(Path(name))), []
                     ).append(value)
+    if not values:
+        raise ValueError(f"{file}: no rewards to draw; all its trajectories failed")
     curves: dict[str, Curves] = {}
     for (title, name, step), of_step in sorted(values.items()):
         curves.setdefault(title, {}).setdefault(name, []).append((step, fmean(of_step)))

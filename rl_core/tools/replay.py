@@ -106,6 +106,7 @@ def replay(
 ) -> Replayed | None:
     """Result of learning a step again, optionally with rewards by rl-core rescore; None on ranks
     that do not write. Raises ValueError if something that the step needs was not recorded."""
+    from rl_core.data.rows import check_exists
     from rl_core.distributed import close_ranks
     from rl_core.learners import is_sharded
     from rl_core.run.display.terminal import quiet
@@ -124,6 +125,8 @@ def replay(
             f"newest one is of step {first}; give --step {first + 1}"
         )
     files = {number: files_of(run, number, False) for number in (step, *range(first + 1, step))}
+    if rewards is not None:
+        check_exists(rewards)
     ranks = init_ranks(config.timeout_s, plan.mesh, is_sharded(config), device_name=config.device)
     learners = load_learners(plan, ranks, checkpoint)
     differences = [0.0]

@@ -116,7 +116,7 @@ def files_of_steps(run: Path, steps: str, is_eval: bool) -> dict[int, list[Path]
     for file in RunFolder(run).rollouts():
         if (named(file)[1] == "eval") == is_eval and low <= step_of(file) <= high:
             files.setdefault(step_of(file), []).append(file)
-    return files or {low: files_of(run, low, is_eval)}
+    return files or {low: files_of(run, None if steps == ":" else steps, is_eval)}
 
 
 def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed:

@@ -56,9 +56,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
-    """The files with one step's episodes. Raises ValueError if there are none; the error lists the
-    steps with episodes."""
+def files_of(run: Path, step: int | str | None, is_eval: bool) -> list[Path]:
+    """The files with one step's episodes. Raises ValueError if there are none, as in a range of
+    steps, which is text; the error lists the steps with episodes."""
     from rl_core.data.rows import check_exists
     from rl_core.tools.viewer.data import check_inner_runs, is_run
 
@@ -81,12 +81,12 @@ def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
         named = f" --step {step}" if step is not None else ""
         raise ValueError(
             f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: "
-            f"{describe_steps(run, steps)}"
+            f"{describe_steps(run, steps, is_eval)}"
         )
     return files
 
 
-def describe_steps(run: Path, steps: list[int]) -> str:
+def describe_steps(run: Path, steps: list[int], is_eval: bool) -> str:
     """The steps with episodes, or the reason why there are none."""
     from rl_core.config import RL
     from rl_core.run.saving.run_files import read_config
@@ -96,9 +96,12 @@ def describe_steps(run: Path, steps: list[int]) -> str:
     if steps:
         return ", ".join(map(str, sorted(set(steps))))
     file = run / "config.yaml"
-    algorithm = read_config(file).get("algorithm") if file.is_file() else None
+    config = read_config(file) if file.is_file() else {}
+    algorithm = config.get("algorithm")
     if algorithm and algorithm not in RL:
         return f"none; --algorithm {algorithm} learns from rows and plays no episodes"
+    if is_eval and config.get("eval_every") == 0:
+        return "none; the run has --eval_every 0"
     return "none; was it run with --rollout.save false?"
 
 

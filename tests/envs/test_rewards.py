@@ -382,11 +382,11 @@ def test_the_longest_episodes_lose_their_middle(limits, more, most):
 
 
 def test_a_group_that_no_cut_makes_fit_is_an_error():
-    error = (
-        "too long for the judge judge, even with 100 of each reply; raise --max_prompt_tokens or"
-    )
-    with pytest.raises(ValueError, match=error):
+    error = "too long for the judge judge, even with 100 of each reply; raise "
+    with pytest.raises(ValueError, match=error + "--max_prompt_tokens or lower the judge's max_"):
         rank("", *[LONG] * 9, limits={"max_context_tokens": 1000})
+    with pytest.raises(ValueError, match=error + "max_chars$"):
+        rank("", *[LONG] * 9, max_chars=1000)
 
 
 def test_an_embedded_judge_reads_a_prompt_that_fits_its_context(tiny_model):

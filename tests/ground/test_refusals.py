@@ -88,6 +88,8 @@ REFUSED = {
         "pairs by --algorithm dpo",
         "--algorithm kto --data.train {dir}/unlabelled.jsonl": "row 1 of {dir}/unlabelled.jsonl: it "
         "needs a column 'label', true if the reply is good",
+        "--algorithm kto --data.train {dir}/null.jsonl": "column 'label', true if ... bad; it is null in "
+        "this row; give a value, or read another by --data.columns label=NAME, or train pairs",
         "--algorithm kto --data.train {dir}/yes.jsonl": "row 1 of {dir}/yes.jsonl: column 'kto_tag' "
         "holds 'yes': it must be true or 1 (a good reply), or false or 0; texts are not read",
     },
@@ -171,6 +173,7 @@ def folders(places):
     )
     reply = {"prompt": "1", "completion": "a"}
     (folder / "unlabelled.jsonl").write_text(json.dumps(reply) + "\n")
+    (folder / "null.jsonl").write_text(json.dumps(reply | {"label": None}) + "\n")
     (folder / "yes.jsonl").write_text(json.dumps(reply | {"kto_tag": "yes"}) + "\n")
     (folder / "choosen.jsonl").write_text(
         json.dumps({"prompt": "1", "choosen": "a", "rejected": "b"}) + "\n"

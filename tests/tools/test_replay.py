@@ -168,6 +168,7 @@ def by_transformers(model, turn: dict) -> tuple[torch.Tensor, torch.Tensor]:
         ("--step 2 --algo.clip_low 0.1", "needs the checkpoint of the step before"),
         ("--step 3", "--step 3: no episodes in"),
         ("--step 0", "steps with step episodes: 1, 2"),
+        ("--step 2 --rewards rescord.zst", "error: rescord.zst: no such file in "),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(flags, says, places, tmp_path, capsys):

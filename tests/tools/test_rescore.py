@@ -235,6 +235,12 @@ def test_steps_are_those_between_both_ends(tmp_path, capsys):
         folder.refresh()  # The viewer reads a file that has changed.
         shown = {str(e.step) for e in folder.entries if e.rescored is not None}
         assert sorted(shown) == list(numbers)
+    for flags, says in {
+        "--step 5:7": " --step 5:7: no episodes",
+        "--eval": "run: no episodes",
+    }.items():
+        assert main(words("rescore", out, "--env_path", file, flags)) == 1
+        assert says in capsys.readouterr().err
 
 
 INTERACT = (
@@ -380,6 +386,9 @@ def test_a_step_that_is_replayed_with_new_rewards_gives_the_weights_of_a_run_tha
     write_trajectories(rewards, rows[1:])
     assert main(words("replay", old, "--rewards", rewards)) == 1
     assert "not the trajectories of" in capsys.readouterr().err
+    write_trajectories(rewards, [row | {"reward": None} for row in rows])
+    assert main(words("plot", rewards)) == 1
+    assert "no rewards to draw; all its trajectories failed" in capsys.readouterr().err
 
 
 def weights_after(out, rewards) -> dict:

@@ -207,11 +207,16 @@ def test_show_says_what_there_is(run, capsys, flags, says):
     assert says in capsys.readouterr().err
 
 
-def test_show_says_that_a_run_on_rows_plays_no_episodes(tmp_path, capsys):
+def test_show_says_why_a_run_has_no_episodes(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "config.yaml").write_text("algorithm: dpo\n")
     assert main(["show", str(tmp_path)]) == 1
     assert "none; --algorithm dpo learns from rows and plays no" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("algorithm: grpo\neval_every: 0\n")
+    assert main(["show", str(tmp_path), "--eval"]) == 1
+    assert capsys.readouterr().err.endswith(
+        "steps with eval episodes: none; the run has --eval_every 0\n"
+    )
 
 
 def test_show_tells_the_range_of_many_steps(tmp_path, capsys):
