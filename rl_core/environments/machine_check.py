@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
-from rl_core.environments.agents.harbor import TaskBoxes
 from rl_core.sandbox import boxes
 from rl_core.sandbox.sandbox import Sandbox
 
@@ -24,7 +24,11 @@ def machine_check(has: dict[str, object]) -> Callable[[], object] | None:
     modules = [has, *(getattr(value, "__globals__", {}) for value in has.values())]
     if box or any(module.get("boxes") is boxes for module in modules):
         options = box if isinstance(box, dict) else {}
-        drivers = [value.driver for value in has.values() if isinstance(value, TaskBoxes)]
+        drivers = []
+        with suppress(ModuleNotFoundError):  # A worker may lack packages of Harbor's tasks.
+            from rl_core.environments.agents.harbor import TaskBoxes
+
+            drivers = [value.driver for value in has.values() if isinstance(value, TaskBoxes)]
         driver = options.get("driver", "") or "".join(drivers[:1])
         image = options.get("image", "")
         checks.append(partial(boxes.check_machine, driver, image, has_agent=bool(box)))
