@@ -425,7 +425,7 @@ UNKNOWN = "replies call a tool that neither column 'tools' nor a message names"
 )  # fmt: skip
 def test_calls_of_tools_that_no_prompt_names_are_said(algorithm, row, warning, env):
     config = Config(algorithm=algorithm, tasks_per_step=1)
-    lines = warnings_of(config, env, source_of([row] * 2))
+    lines = warnings_of(config, env, source_of([row] * 2, is_pairs=algorithm == "dpo"))
     lines = [line for line in lines if "left out of the prompt" not in line]
     assert [warning in line for line in lines] == [True] * bool(warning), lines
 
@@ -454,7 +454,7 @@ SCORED = {"role": "assistant", "content": "It is 4.", "quality": 3, "name": "ann
 )
 def test_what_nothing_reads_is_named_once_whatever_its_name(algorithm, row, named, env):
     config = Config(algorithm=algorithm, tasks_per_step=1)
-    source = source_of([row] * 2)
+    source = source_of([row] * 2, is_pairs=algorithm == "dpo")
     lines = warnings_of(config, env, source, source)
     lines = [line for line in lines if "held-out" not in line]
     assert [named in line for line in lines] == [True] * bool(named), lines

@@ -194,7 +194,7 @@ def test_rows_that_are_left_out_are_told(algorithm, tiny_model, tmp_path, capsys
     planned = f"2 rows to train on {train}, 1 held out {held_out}\n"
     assert planned in capsys.readouterr().out
     run(tmp_path / "run", flags)
-    expected = f"\n{algorithm}: 2 rows {train}, 1 held out {held_out}; 1 steps"
+    expected = f"\n{algorithm}: 2 rows {train}, 1 held out {held_out}; 1 step of"
     assert expected in capsys.readouterr().out
 
 
