@@ -142,7 +142,7 @@ class Trajectory:
     player: str = ""
     messages: list[Message] = field(default_factory=list)  # In the form that hooks read.
     turns: list[Turn] = field(default_factory=list)
-    # Message index of each turn; empty for a custom rollout().
+    # Number of the episode's messages up to and with each turn; empty for a custom rollout().
     message_indices: list[int] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from rl_core.data.pretrained import Tokenizer
 from rl_core.types import Message
 
 T = TypeVar("T")
+COPYING = threading.Lock()  # Held while a tokenizer is copied, which is done once.
 
 
 @lru_cache(8)
@@ -28,7 +29,8 @@ async def in_thread(chat: Chat, work: Callable[[Chat], T]) -> T:
     """Returns work(copy of the chat), called in a thread."""
 
     def run() -> T:
-        tokenizer, lock = spare(chat.tokenizer)
+        with COPYING:
+            tokenizer, lock = spare(chat.tokenizer)
         with lock:
             twin = copy.copy(chat)
             twin.template = copy.copy(chat.template)
@@ -57,3 +59,11 @@ async def prepare(
         return twin.first_asked, answer
 
     chat.first_asked, chat.first_answer = await in_thread(chat, work)
+
+
+async def num_prompt_tokens(
+    chat: Chat, messages: list[Message], tools: list | None, max_tokens: float = math.inf
+) -> int:
+    """Tokens of a conversation's first messages. Raises as first_prompt() does."""
+    await prepare(chat, messages, tools, max_tokens)
+    return len(chat.first_prompt(messages, tools)[1])

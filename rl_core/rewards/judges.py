@@ -91,8 +91,8 @@ async def ranked(
     of them; ties are allowed. For `group_reward_fn`. As the listwise judges of RULER
     (art.openpipe.ai/fundamentals/ruler): the messages with which all episodes begin are shown once.
 
-    The judge names an episode by an id that no reply can know, and sees them in the order of these.
-    Thoughts and pictures are not shown. The longest episodes lose their middle if the prompt has
+    The judge names each episode by an id that no reply can know. Episodes are shown in the order of
+    their ids, without thoughts and pictures. The longest ones lose their middle if the prompt has
     more than `max_chars` characters or exceeds the actor's context; an endpoint's context is
     unknown. `sampling`: see Actor.respond(). Raises ValueError, which names the episode, for a
     score that is missing, double or not from 0 to 1."""
@@ -134,15 +134,16 @@ async def rubric(
     max_chars: int = MAX_CHARS,
     **sampling: JSON,
 ) -> dict[str, float]:
-    """Parts of a reward, whose sum is from 0 to 1: points of the criteria that hold by a judge,
-    over the sum of the positive points. As HealthBench scores an example (arXiv:2505.08775), which
-    clips the mean over examples; here each reward is clipped.
+    """Parts of a reward, which sum to 0 to 1: the points of the criteria that a judge says hold,
+    divided by the sum of all positive points. HealthBench scores an example so (arXiv:2505.08775)
+    and clips the mean over examples; here each reward is clipped.
 
     `criteria`: rows, their JSON text, or a JSON file of them. A row has `criterion` and `points`,
     or `description` and `weight` (Rubrics as Rewards, arXiv:2507.17746), 1 without; negative points
-    are of a fault. Rows with a `name` are parts by this name, others are together the part
-    `rubric`; the part `clipped` raises a sum below 0 to 0. One call of the judge, or with `each`
-    one for each criterion. `max_chars`, `sampling` and errors are as in ranked()."""
+    are of a fault. A row with a `name` counts to the part of that name, other rows to the part
+    `rubric`; if a criterion has negative points, the part `clipped` lifts a sum below 0 to 0. One
+    call of the judge, or with `each` one for each criterion. `max_chars`, `sampling` and errors are
+    as in ranked()."""
     from rl_core.sampling.hooks import wait_for_all
 
     rows = read_criteria(criteria)
@@ -208,7 +209,9 @@ def ids_of(actor: Actor, texts: Sequence[str]) -> list[str]:
 
 def first_turn(trajectory: Trajectory) -> int:
     """Index of the actor's first message, or of the last message if it is unknown."""
-    return next(iter(trajectory.message_indices), max(0, len(trajectory.messages) - 1))
+    replies = [n for n, each in enumerate(trajectory.messages) if each["role"] == "assistant"]
+    turns = replies[-len(trajectory.message_indices) :] if trajectory.message_indices else []
+    return next(iter(turns), max(0, len(trajectory.messages) - 1))
 
 
 def transcript(messages: Sequence[Message], key: str = "") -> str:
@@ -258,11 +261,9 @@ async def num_tokens(actor: Actor, text: str) -> int:
     """Tokens of a prompt; bytes, of which a token has at least one, where its chat is unknown."""
     if actor.chat is None:
         return len(text.encode())
-    from rl_core.data.chat_threads import prepare
+    from rl_core.data.chat_threads import num_prompt_tokens
 
-    messages = [{"role": "user", "content": text}]
-    await prepare(actor.chat, messages, None)
-    return len(actor.chat.first_prompt(messages, None)[1])
+    return await num_prompt_tokens(actor.chat, [{"role": "user", "content": text}], None)
 
 
 def without_middle(text: str, most: int) -> str:

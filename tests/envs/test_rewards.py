@@ -215,7 +215,7 @@ def group(*replies: str) -> list[Trajectory]:
     return [
         Trajectory(
             index=index,
-            message_indices=[2],
+            message_indices=[3],
             messages=[*ASKED, {"role": "assistant", "content": reply}],
         )
         for index, reply in enumerate(replies)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from aiohttp import web
 
-from rl_core.data.chat_threads import prepare
+from rl_core.data.chat_threads import num_prompt_tokens
 from rl_core.data.messages import without_prefix
 from rl_core.environments.agents import chat_completions, forward, messages, responses
 from rl_core.environments.agents.requests import Refusal, Reply, Request, has_image_parts
@@ -246,8 +246,7 @@ class Endpoint:
         await self.check_length(request)
         limit = self.tree_of(request).actor.max_context_tokens
         try:
-            await prepare(chat, request.messages, request.tools, limit)
-            return len(chat.first_prompt(request.messages, request.tools)[1])
+            return await num_prompt_tokens(chat, request.messages, request.tools, limit)
         except ValueError as error:
             raise Refusal(str(error)) from error
 
