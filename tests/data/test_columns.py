@@ -317,16 +317,21 @@ def test_system_prompts_of_a_file_that_replace_a_column_are_said(env, tmp_path):
     assert "replace the rows' column 'system': the actors policy do not read it" in line
 
 
-@pytest.mark.parametrize("algorithm", TEXTS)
-def test_a_prompt_that_ends_with_its_reply_is_said(algorithm, env):
+@pytest.mark.parametrize(
+    "algorithm, column", [*((name, "output") for name in TEXTS), ("grpo", "answer")]
+)
+def test_a_prompt_that_ends_with_its_reply_is_said(algorithm, column, env):
     reply = "The sum of 2 and 2 is 4."
-    row = {"instruction": "2+2?", "input": "", "output": reply}
+    row = {column: reply}
+    if column == "output":
+        row |= {"instruction": "2+2?", "input": ""}
     config = Config(algorithm=algorithm, tasks_per_step=1)
     for prompt, num in ((f"Add. 2+2? {reply}\n", 1), (f"Say: {reply} 2+2?", 0)):
         lines = warnings_of(config, env, source_of([row | {"prompt": prompt}]))
-        warned = [line for line in lines if "ends with the text of 'output'" in line]
+        warned = [line for line in lines if f"ends with the text of {column!r}" in line]
         assert len(warned) == num
-        assert all("--data.columns instruction=instruction" in line for line in warned)
+        if "instruction" in row:
+            assert all("--data.columns instruction=instruction" in line for line in warned)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def column_use(
             if (note := LEFT_OUT.format(column)) in notes:
                 remarks.append(f"{note}; --data.columns prompt={column} keeps them")
         remarks += mark_remarks(chat, marks, messages)
-        if not config.is_rl or sees or row.keys() - row.read.keys() - row.made - of_hooks:
+        if not config.is_rl or sees or row.keys() - row.read.keys() - row.made:
             remarks += more_remarks(use, row, messages, remarks, sees)
         if not config.is_rl:
             use.keys.update(unread_keys(chat, messages))

@@ -119,15 +119,7 @@ def row_warnings(
             )
     chat = next((chats[name] for name in config.trained if name in chats), None)
     yield from column_warnings(config, sources, envs, chat)
-    with_tools = [source for source in sources if has_tools(source, envs.get(source.env))]
-    if with_tools:
-        yield from tool_warnings(config, with_tools, envs, chats)
-
-
-def has_tools(source: TaskSource, env: Env | None) -> bool:
-    if env and env.tools:
-        return True
-    return any(task.row.get("tools") for task in islice(source, NUM_ROWS))
+    yield from tool_warnings(config, sources, envs, chats)
 
 
 def column_warnings(
@@ -199,9 +191,10 @@ def tool_warnings(
         for task, name in product(islice(source, NUM_ROWS), names):
             if (source.env, name) in warned:
                 continue
-            tools, messages = row_tools(task.row), task.messages
-            if env is not None:
-                tools, messages = env.turn_loop.tools_of(task), env.turn_loop.opening(task, name)
+            tools = env.turn_loop.tools_of(task) if env else row_tools(task.row)
+            if not tools:
+                continue
+            messages = env.turn_loop.opening(task, name) if env else task.messages
             chat = chats[name].with_variables(row_variables(task.row))
             if unread := chat.unread_tools(messages, tools):
                 warned.add((source.env, name))
