@@ -182,11 +182,11 @@ class Chat:
             return 0
         # Templates may drop thoughts and spaces.
         texts = [text_of(message).rpartition("</think>")[2].strip() for message in messages]
-        return max(len(list(filter(None, texts))), self._least_tokens_of("".join(texts)))
+        return max(sum(map(bool, texts)), self._least_tokens_of(*texts))
 
-    def _least_tokens_of(self, text: str) -> int:
+    def _least_tokens_of(self, *texts: str) -> int:
         # A tokenizer may normalize characters that are not ASCII.
-        least_bytes = len(text) if text.isascii() else len(text) // 3
+        least_bytes = sum(len(text) if text.isascii() else len(text) // 3 for text in texts)
         return int(least_bytes / self.facts.longest_token)
 
     def unread_tools(self, messages: list[Message], tools: list | None) -> list[str]:

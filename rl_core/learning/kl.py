@@ -66,9 +66,9 @@ def frozen_model(context: LearnerContext, path: str) -> Policy:
 
 
 class MismatchedKL(LearnerExtension):
-    """KTO's reference point z0 = max(0, mean of l): l is the sum of logprobs - ref_logprobs over a
-    reply behind another row's prompt, the mean over all rows of the step, on all ranks, by the
-    policy at its start (Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1)."""
+    """KTO's reference point z0 = max(0, mean of l) over the rows of the step, on all ranks: l is
+    logprobs - ref_logprobs, summed over a reply that stands behind another row's prompt, by the
+    policy at the start of the step (Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1)."""
 
     def __init__(self, context: LearnerContext):
         self.context = context

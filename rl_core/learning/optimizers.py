@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rl_core.config import OptimConfig
-from rl_core.distributed import local, unsharded
+from rl_core.distributed import local
 from rl_core.learning.learner import Learner, Named
+from rl_core.models.weight_gathering import unsharded_together
 
 # Muon: 4 of matrices in blocks, 8 of embeddings and heads.
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "sgd": 4.0, "muon": 5.0}
@@ -83,12 +84,12 @@ class Muon(torch.optim.AdamW):
             if group["rule"] != "muon":
                 continue
             parameters = [p for p in group["params"] if p.grad is not None]
-            updates = orthogonal_updates([self.momentum_update(p) for p in parameters])
+            updates = orthogonal_updates(parameters, self.momentum_update)
             for parameter, update in zip(parameters, updates, strict=True):
                 weight, slices = local_slices(parameter)
                 rate = group["lr"] * 0.2 * math.sqrt(max(parameter.shape[-2:]))
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                # An update without a gather is that of the shard.
+                # Matrices that were not gathered: the update is the shard's already.
                 mine = update if update.shape == weight.shape else update[slices]
                 weight.add_(mine.to(weight.device), alpha=-rate)
                 parameter.grad = None  # AdamW skips it.
@@ -110,24 +111,29 @@ class Muon(torch.optim.AdamW):
         return DTensor.from_local(on_mesh, mesh, update.placements, run_check=False, **layout)
 
 
-def orthogonal_updates(updates: list[Tensor]) -> Iterator[Tensor]:
-    """The orthogonalised update of each matrix, or of this rank's shard where ranks have whole
-    matrices. Sharded matrices are gathered; each rank of a group orthogonalises one of `size`
-    matrices and sends it to the others."""
-    mesh = getattr(updates[0], "device_mesh", None) if updates else None
+def orthogonal_updates(
+    parameters: list[Tensor], update_of: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
+    """The orthogonalised update of each matrix; of this rank's shard if no matrix is split. Split
+    matrices are gathered, and the ranks of the mesh's largest dimension take turns: each
+    orthogonalises one and sends it to the others. update_of(parameter) is called as late as
+    possible, because its result takes memory."""
+    mesh = getattr(parameters[0], "device_mesh", None) if parameters else None
     if mesh is None:
-        yield from map(newton_schulz, updates)
+        for parameter in parameters:
+            yield newton_schulz(update_of(parameter))
         return
     dim = max(range(mesh.ndim), key=mesh.size)
     group, size, rank = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
-    for start in range(0, len(updates), size):
-        chunk, results = updates[start : start + size], []
+    for start in range(0, len(parameters), size):
+        chunk, results = list(map(update_of, parameters[start : start + size])), []
+        gathered = iter(unsharded_together([update for update in chunk if not is_whole(update)]))
         for owner, update in enumerate(chunk):
             if is_whole(update):
                 results.append(newton_schulz(local(update)))
                 continue
-            gathered = unsharded(update)
-            results.append(newton_schulz(gathered) if owner == rank else gathered)
+            matrix = next(gathered).contiguous()  # Splits of a tp dimension leave a view.
+            results.append(newton_schulz(matrix) if owner == rank else matrix)
         for owner, (update, result) in enumerate(zip(chunk, results, strict=True)):
             if not is_whole(update):
                 dist.broadcast(result, group=group, group_src=owner)

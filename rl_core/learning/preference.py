@@ -30,7 +30,7 @@ def losses_of_replies(
     logprobs: Tensor,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Losses of a batch's pairs, [P], from the logprobs [M] of its tokens. Its samples alternate:
-    chosen, rejected. `losses_of`: a function of [M] log-ratios, or logprobs without a reference."""
+    chosen, rejected. `losses_of` gets log-ratios [M], or logprobs if there is no reference."""
     pairs = batch.sequences, len(batch.paths) // 2
     values = logprobs if batch.ref_logprobs is None else logprobs - batch.ref_logprobs
     losses, rewards = losses_of(values, *pairs, config.preference)

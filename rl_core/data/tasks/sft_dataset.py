@@ -72,19 +72,26 @@ class SFTDataset:
     def samples_at(
         self, task_at: Callable[[int], Task], positions: Sequence[int], ranks: Ranks
     ) -> list[TrainingSample]:
-        """This rank's samples of the tasks at the positions of a step. For KTO each is followed by
-        its prompt with the reply of the row before in the step; the last row is before the
-        first."""
+        """This rank's samples of the tasks at the positions of a step. For KTO each row's sample is
+        followed by one of its prompt with the reply of the row before it in the step, which for
+        the first row is the last one."""
+        of_step: dict[int, list[TrainingSample]] = {}  # By index.
+
+        def samples_of(index: int) -> list[TrainingSample]:
+            if index not in of_step:
+                position = positions[index]
+                of_step[index] = self.samples(task_at(position), f"{position:012d}")
+            return of_step[index]
+
         samples = []
         for index in range(ranks.rank, len(positions), ranks.size):
-            position = positions[index]
-            of_row = self.samples(task_at(position), f"{position:012d}")
+            of_row = samples_of(index)
+            samples += of_row
             if of_row and self.config.algorithm == "kto":
                 # Rows that are left out have no reply. The row itself is the last one.
-                before = (positions[index - n] for n in range(1, len(positions) + 1))
-                [other] = next(filter(None, (self.samples(task_at(each)) for each in before)))
-                of_row.append(mismatched(of_row[0], other, self.config.max_context_tokens))
-            samples += of_row
+                before = ((index - n) % len(positions) for n in range(1, len(positions) + 1))
+                [other] = next(filter(None, map(samples_of, before)))
+                samples.append(mismatched(of_row[0], other, self.config.max_context_tokens))
         return samples
 
     def _tokenize(self, task: Task) -> list[TrainingSample]:
