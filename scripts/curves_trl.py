@@ -10,9 +10,9 @@ Requires TRL: pip install -e '.[test]'. The other side:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import resource
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -25,14 +25,6 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 TASKS, GROUP, MICROBATCH = 8, 8, 16
-
-
-def load_environment():
-    spec = importlib.util.spec_from_file_location("instructions", ROOT / "envs/instructions.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Meter(TrainerCallback):
@@ -58,15 +50,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file with the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    env = load_environment()
+    env = runpy.run_path(str(ROOT / "envs/instructions.py"))
     rows = [
         {"prompt": [{"role": "user", "content": row["prompt"]}], "rules": json.dumps(row["rules"])}
-        for row in env.load_tasks("train")
+        for row in env["load_tasks"]("train")
     ]
 
     def reward(completions, rules, **kwargs):
         pairs = zip(completions, rules, strict=True)
-        return [env.reward_fn(reply[0]["content"], json.loads(held)) for reply, held in pairs]
+        return [env["reward_fn"](reply[0]["content"], json.loads(held)) for reply, held in pairs]
 
     config = GRPOConfig(
         output_dir=str(args.out.with_suffix("")),
