@@ -419,11 +419,9 @@ class RolloutWorker:
         """Cancels all groups of this label."""
         self.pending = {key: group for key, group in self.pending.items() if key[0] != label}
         self.done = [key for key in self.done if key[0] != label]
-        cancelled = [task for key, task in self.running.items() if key[0] == label]
+        tasks = [task for key, task in self.running.items() if key[0] == label]
         self.running = {key: task for key, task in self.running.items() if key[0] != label}
-        for task in cancelled:
-            task.cancel()
-        await asyncio.gather(*cancelled, return_exceptions=True)
+        await cancelled(tasks)
 
     async def _wait_for_ranks(
         self, num_groups: int, label: str, is_interrupted: Callable[[], bool]
@@ -475,9 +473,14 @@ class RolloutWorker:
         return self.ranks.add(f"rollout/{name}", n)
 
     async def close(self) -> None:
-        for task in self.running.values():
-            task.cancel()
-        await asyncio.gather(*self.running.values(), return_exceptions=True)
+        await cancelled(list(self.running.values()))
+
+
+async def cancelled(tasks: Sequence[asyncio.Task]) -> None:
+    """Cancels tasks, and waits until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def sorted_trajectories(groups: Iterable[Group]) -> list[Trajectory]:

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from itertools import islice
@@ -95,7 +95,8 @@ def check(path: str, options: argparse.Namespace) -> JSONObject:
         chat = plain_chat(ToolCalls)
     playing = play_all(env, chat, tasks, names, options.reply)
     limit = f"a call of a hook may last {options.hook_timeout_s:g} s (--hook_timeout_s)"
-    played = run_hooks(with_time(playing, limit), options.hook_timeout_s)
+    playing = with_time(playing, lambda s: f"episodes have been played for {s:.0f} s; {limit}")
+    played = run_hooks(playing, options.hook_timeout_s)
     shown = next(iter(played.values()))
     tokens = describe_tokens(
         chat, [t for t in shown if t.task_id == shown[0].task_id and t.index == 0]
@@ -307,12 +308,11 @@ async def play_all(
     return by_kind
 
 
-async def with_time(playing: Coroutine[object, object, T], limit: str) -> T:
-    """The result of `playing`. Prints a line each TELL_S seconds until then."""
-    task, started_s = asyncio.create_task(playing), time.monotonic()
+async def with_time(work: Coroutine[object, object, T], line: Callable[[float], str]) -> T:
+    """The result of `work`. Prints line(seconds since the start) each TELL_S seconds until then."""
+    task, started_s = asyncio.create_task(work), time.monotonic()
     while not (await asyncio.wait({task}, timeout=TELL_S))[0]:
-        waited = f"episodes have been played for {time.monotonic() - started_s:.0f} s"
-        print(f"{waited}; {limit} ...", file=sys.stderr, flush=True)
+        print(f"{line(time.monotonic() - started_s)} ...", file=sys.stderr, flush=True)
     return task.result()
 
 

@@ -78,19 +78,17 @@ def curves_of_rewards(file: Path) -> dict[str, Curves]:
 
     values: dict[tuple[str, str, int], list[float]] = {}
     for name, rows in read_rewards(file).items():
+        step = step_of(Path(name))
         for row in (row for row in rows if row["reward"] is not None):
-            both = (
-                ("before", row["before"], row["parts_before"]),
-                ("after", row["reward"], row["reward_parts"]),
-            )
-            for when, reward, parts in both:
-                for title, value in {
-                    "reward": reward,
-                    **{f"part {n}": v for n, v in parts.items()},
-                }.items():
-                    values.setdefault(
-                        (title, f"{row['actor']} {when}", step_of(Path(name))), []
-                    ).append(value)
+            both = {
+                "before": (row["before"], row["parts_before"]),
+                "after": (row["reward"], row["reward_parts"]),
+            }
+            for when, (reward, parts) in both.items():
+                named = {"reward": reward} | {f"part {n}": v for n, v in parts.items()}
+                for title, value in named.items():
+                    key = title, f"{row['actor']} {when}", step
+                    values.setdefault(key, []).append(value)
     if not values:
         raise ValueError(f"{file}: no rewards to draw; all its trajectories failed")
     curves: dict[str, Curves] = {}

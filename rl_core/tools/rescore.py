@@ -14,7 +14,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -45,7 +44,6 @@ COUNTED = (
     "change their sign; {failed} trajectories failed, {failed_before} of them in the run"
 )
 MOST = 10  # Episodes that are listed.
-TELL_S = 5.0  # Seconds between lines of progress.
 # A trajectory before and after, without turns.
 Pair = tuple["Trajectory", "Trajectory"]
 
@@ -230,25 +228,24 @@ async def rescore_groups(
     rescorer: Rescorer, groups: list[tuple[Group, list[Trajectory]]], config: Config, step: str
 ) -> dict[int, list[str]]:
     """id() of each trajectory -> names of the stored parts that stay. Prints the progress."""
+    from rl_core.tools.check import with_time
+
     for group, trajectories in groups:
         rescorer.check(group, trajectories)
-    begun, room = time.monotonic(), max(1, config.rollout.max_concurrent // config.group_size)
     kept: dict[int, list[str]] = {}
-    free = asyncio.Semaphore(room)
+    done: list[Group] = []
+    free = asyncio.Semaphore(max(1, config.rollout.max_concurrent // config.group_size))
 
     async def work(group: Group, trajectories: list[Trajectory]) -> None:
         async with free:
             names = await rescorer.rescore(group, trajectories)
         kept.update(zip(map(id, trajectories), names, strict=True))
+        done.append(group)
 
-    pending = {asyncio.create_task(work(*each)) for each in groups}
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=TELL_S)
-        for task in done:
-            task.result()
-        if pending:
-            text = f"{step}: {len(groups) - len(pending)} of {len(groups)} groups"
-            print(f"{text}, {time.monotonic() - begun:.0f} s ...", file=sys.stderr, flush=True)
+    async def work_all() -> None:
+        await asyncio.gather(*(work(*each) for each in groups))
+
+    await with_time(work_all(), lambda s: f"{step}: {len(done)} of {len(groups)} groups, {s:.0f} s")
     return kept
 
 
@@ -291,7 +288,12 @@ def report_of(pairs: list[Pair]) -> list[JSONObject]:
 
 def facts(pairs: list[Pair]) -> JSONObject:
     """Means, changes and failures of the episodes of an actor."""
-    from rl_core.data.episodes import by_episode, episode_rewards, failure_reason, grouped
+    from rl_core.data.episodes import (
+        baseline_groups,
+        by_episode,
+        episode_rewards,
+        failure_reason,
+    )
     from rl_core.learning.advantages import group_advantages
     from rl_core.tools.check import part_means
 
@@ -302,7 +304,7 @@ def facts(pairs: list[Pair]) -> JSONObject:
     of_before = {id(after): before for before, after in pairs}
     live = [after for before, after in pairs if "failed" not in (before.status, after.status)]
     changes = []
-    for group in grouped(live, "env", "group_id", "actor", "player"):
+    for group in baseline_groups(live):
         episodes = by_episode(group)
         new = episode_rewards(group)
         old = episode_rewards([of_before[id(t)] for t in group])

@@ -57,8 +57,8 @@ def main(argv: list[str]) -> int:
 
 
 def files_of(run: Path, step: int | str | None, is_eval: bool) -> list[Path]:
-    """The files with one step's episodes. Raises ValueError if there are none, as in a range of
-    steps, which is text; the error lists the steps with episodes."""
+    """The files with one step's episodes. `step`: None for the newest; text names a range without
+    files, for the error. Raises ValueError if there are none, and lists the steps with episodes."""
     from rl_core.data.rows import check_exists
     from rl_core.tools.viewer.data import check_inner_runs, is_run
 

@@ -374,7 +374,9 @@ def test_a_file_of_a_run_that_is_empty_or_garbage_is_named_in_one_line(
         printed.startswith(f"error: {out / name} is damaged: ") and len(printed.splitlines()) == 1
     )
     assert (out / name).read_bytes() == content
-    assert name == "config.yaml" or not (out / "failure.txt").exists()  # Raised before the run begins.
+    assert (
+        name == "config.yaml" or not (out / "failure.txt").exists()
+    )  # Raised before the run begins.
 
 
 # Crashes of the machine

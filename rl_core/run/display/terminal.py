@@ -18,7 +18,6 @@ import huggingface_hub
 import torch
 import transformers
 
-from rl_core.algorithms import OF_PAIRS
 from rl_core.config import ActorConfig, Config, flat
 from rl_core.data.rows import quiet_datasets
 from rl_core.data.tasks.row_lengths import left_out
@@ -178,7 +177,7 @@ def loaded(trainer: RunState) -> str:
             if name in group.actors:
                 about = f"{'learns' if actor.is_trained else 'frozen'} on {group.where}"
         models.append(f"{name}: {actor.model} ({about})")
-    noun = "pair" if config.algorithm in OF_PAIRS else "row"
+    noun = "pair" if plan.algorithm.reads_pairs else "row"
     work = f"{config.algorithm}: streamed {noun}s"
     if not config.data.streaming:
         assert plan.train is not None

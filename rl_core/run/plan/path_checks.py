@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from rl_core.algorithms import OF_PAIRS
+from rl_core.algorithms import PRESETS
 from rl_core.config import Config
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import (
@@ -47,7 +47,7 @@ def check_inputs(config: Config, splits: Collection[str]) -> None:
     for split_name, path in sources:
         for source in split(path):
             check_rows_exist(*source_and_split(source, split_name))
-            if config.algorithm in OF_PAIRS and not config.data.columns:
+            if PRESETS[config.algorithm].reads_pairs and not config.data.columns:
                 check_pairs(*source_and_split(source, split_name))
 
 

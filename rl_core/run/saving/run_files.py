@@ -153,7 +153,7 @@ def without_largest_top_k(config: Config) -> Config:
 def check_resumed(config: Config) -> None:
     """Raises ValueError if --resume cannot continue the run in this folder: its checkpoints belong
     to an algorithm with other data or another critic, or have more steps than
-    --num_steps, or best.json is damaged."""
+    --num_steps; or best.json is damaged."""
     from rl_core.run.saving.checkpoint import checkpoints_in, read_object
 
     out = config.folder
