@@ -44,6 +44,7 @@ COUNTED = (
     "change their sign; {failed} trajectories failed, {failed_before} of them in the run"
 )
 MOST = 10  # Episodes that are listed.
+ROUNDING = 1e-9  # An advantage up to this has no sign: its reward is the mean of the group.
 # A trajectory before and after, without turns.
 Pair = tuple["Trajectory", "Trajectory"]
 
@@ -313,7 +314,8 @@ def facts(pairs: list[Pair]) -> JSONObject:
         counts["changed_groups"] += old != new
         counts["gain_signal"] += any(signs[1]) and not any(signs[0])
         counts["lose_signal"] += any(signs[0]) and not any(signs[1])
-        counts["flipped_advantages"] += sum(x * y < 0 for x, y in zip(*signs, strict=True))
+        for x, y in zip(*signs, strict=True):
+            counts["flipped_advantages"] += x * y < 0 and min(abs(x), abs(y)) > ROUNDING
         counts["episodes"] += len(episodes)
         counts["changed_episodes"] += sum(x != y for x, y in zip(old, new, strict=True))
         for episode, x, y in zip(episodes, old, new, strict=True):

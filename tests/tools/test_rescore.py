@@ -19,7 +19,9 @@ from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools import replay
 from rl_core.tools.cli import main
 from rl_core.tools.plot import curves_of
+from rl_core.tools.rescore import facts as facts_of
 from rl_core.tools.viewer.data import RunFolder
+from rl_core.types import Trajectory
 
 
 class Varied(ScriptedActor):
@@ -220,6 +222,10 @@ def test_groups_that_gain_or_lose_signal_and_signs_are_counted(tmp_path, capsys)
     names = ("groups", "changed_groups", "gain_signal", "lose_signal", "flipped_advantages")
     # Groups: 0 -> -2 len gains; len -> -len turns all; 2 len -> 0 loses.
     assert [facts[name] for name in names] == [3, 3, 1, 1, 6]
+    # 42 is the mean. Its advantage is 1e-17 in steps of 1/500, and -1e-17 in steps of 1/400.
+    rewards = [38, 42, 36, 52]
+    old, new = ([Trajectory(index=r, reward=r / n) for r in rewards] for n in (500, 400))
+    assert facts_of(list(zip(old, new, strict=True)))["flipped_advantages"] == 0
 
 
 def test_steps_are_those_between_both_ends(tmp_path, capsys):
