@@ -470,7 +470,10 @@ def test_a_tasks_messages_are_a_copy_without_the_empty_keys_of_tables():
         ({"prompt": "a", "tools": ["add"]}, r"column 'tools' must be .*; tool 1 is not a function"),
         ({"prompt": "a", "chat_template_kwargs": "b"}, r"'chat_template_kwargs' must be an object"),
         ({"prompt": "a", "continue_final_message": True}, r"is True: it must be true, behind a pr"),
-        ({"prompt": "a", "continue_final_message": "b"}, r"'continue_final_message' is 'b': it mu"),
+        (
+            {"prompt": [{"role": "assistant", "content": "a"}], "continue_final_message": "b"},
+            r"'continue_final_message' is 'b': it must be true",
+        ),
         (
             {"prompt": [{"role": "user", "content": None}]},
             r"column .prompt.: .*message 1 is {.*None}",

@@ -202,6 +202,10 @@ def test_the_error_for_too_many_failures_names_its_rule():
     )
     begin = "8 of 20 episodes of the step failed. The first: 0: not a number. It is "
     assert str(error.value) == begin + rule
+    assert refuse_failures(episodes, {}, 1.0, "the step", ranks) == {"not a number": 8}
+    # No whole episode fails: it may be the truncation.
+    [reason] = refuse_failures([episodes[0], *episodes[8:]], {}, 1.0, "the step", ranks)
+    assert reason.startswith("not a number; the episode was truncated")
 
 
 def test_a_resumed_run_says_which_environment_file_has_changed(run):

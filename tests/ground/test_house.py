@@ -267,8 +267,10 @@ def test_configuration_is_read_without_torch_or_transformers():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
         "import rl_core.types; import rl_core.config; "
-        # rl-core check plays episodes.
-        "import rl_core.sampling.rollout; import rl_core.sampling.teacher_prompts"
+        "import rl_core.sampling.rollout; import rl_core.sampling.teacher_prompts; "
+        # rl-core check plays episodes, by a tokenizer of transformers.
+        "del sys.modules['transformers']; from rl_core.tools.cli import main; "
+        "sys.exit(main(['check', 'envs/sort_digits.py']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ def test_a_run_that_goes_on_says_from_where_and_what_differs(flags, tmp_path, ca
     assert f"--resume: no checkpoint yet; begins at step 0, in {out}" in capsys.readouterr().out
     assert main([*resume, "--num_steps", "2", "--optim.lr", "1e-4"]) == 0
     shown = capsys.readouterr().out
-    assert "--resume: continues from step 1" in shown
+    assert "--resume: continues from step 1" in shown and "trains on" not in shown
     assert [line.split(": ")[1] for line in shown.splitlines() if "differs" in line] == [
         "--optim.lr 1e-06 -> 0.0001"
     ]

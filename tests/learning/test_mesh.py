@@ -260,7 +260,9 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
     ranks, before, saved = learner.ranks, everything(learner), folder / "checkpoints/step_000003"
     checkpoint.FILE_BYTES = 1 << 14  # Several files of a rank.
     save_checkpoint(saved, {"policy": learner}, {"step": 3}, ranks, 1)
-    written = sum(f.stat().st_size for f in saved.glob("policy/*.safetensors"))
+    files = [*saved.glob("policy/*.safetensors")]
+    assert len(files) > ranks.size
+    written = sum(f.stat().st_size for f in files)
     distances = {"written": written / sum(v.nbytes for v in before.values())}
     sharded = on_mesh(ranks, Mesh(dp_shard=ranks.size))
     for name, on in (("to one rank", alone), ("to dp", sharded), ("and back", ranks)):

@@ -235,6 +235,8 @@ def test_ties_and_empty_replies_are_left_out_and_counted(tiny_model, tmp_path, c
     printed = capsys.readouterr().out
     assert f"dpo: 1 pair {counted}" in printed and "1 step of 1 pair\n" in printed
     assert "learn " in printed and "generate" not in printed
+    [row] = metrics(tmp_path / "run")
+    assert row["time/rows_s"] > 0 and "time/generate_s" not in row
 
 
 def test_pairs_without_any_preference_are_refused(tiny_model, tmp_path, capsys):

@@ -181,9 +181,10 @@ def test_the_line_of_rows_has_their_loss():
     learned = {"loss": 0.625, "accuracy": 0.5, "grad_norm": 2.0, "entropy_nats": 1.0}
     values = {f"learn/bob/{metric}": value for metric, value in learned.items()}
     values["rollout/bob/reward_mean"] = 1.0  # As of an evaluation's episodes.
-    values["time/step_s"] = 2.0
+    values |= {"time/step_s": 2.0, "time/rows_s": 0.5}
     line = progress_line(3, 9, values, ["bob"], timedelta(minutes=1), False)
-    assert line == "step 3/9  loss 0.625  accuracy 0.5  grad_norm 2  2.00 s  ETA 0:01:00"
+    start = "step 3/9  loss 0.625  accuracy 0.5  grad_norm 2  2.00 s"
+    assert line == f"{start} (rows 0.50)  ETA 0:01:00"
 
 
 def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys):
