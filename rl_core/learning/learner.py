@@ -38,6 +38,8 @@ Metrics = dict[str, Metric]
 Loss = Callable[[Config, PackedBatch, Tensor], tuple[Tensor, Metrics]]
 # (algorithm, batch, logprobs [M], entropy [M]) -> losses [M], and which ratios were clipped.
 TokenLoss = Callable[[Algorithm, PackedBatch, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+# (batch, result of forward()) -> losses of its tokens or pairs, and metrics.
+Losses = Callable[[PackedBatch, tuple[Tensor, ...]], tuple[Tensor, Metrics]]
 Named = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named, OptimConfig], Optimizer]
 
@@ -253,21 +255,18 @@ class Learner:
             metrics = self.skip(metrics, grad_norm, step)
         elif not is_done:
             lr = learning_rate(self.config.optim, step, self.config.num_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.num_updates += 1
-            self.nonfinite_in_a_row = 0
+            self.apply(lr)
             metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
             metrics["updates"] = count_once(self.ranks)
             for extension in self.extensions:
                 metrics |= extension.after_update()
-        self.policy.zero_grad()
+        self.zero_gradients()
         return extension_metrics | metrics, is_done
 
-    def backward(self, minibatch: Minibatch) -> Metrics:
+    def backward(self, minibatch: Minibatch, losses_of: Losses | None = None) -> Metrics:
         """Accumulates the gradients of the minibatch's loss in the parameters. Returns metrics
-        whose values are still on the device."""
+        whose values are still on the device. `losses_of` replaces the method losses()."""
+        losses_of = losses_of or self.losses
         result: Metrics = {}
         count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
         scale = math.prod(extension.loss_scale for extension in self.extensions)
@@ -276,7 +275,7 @@ class Learner:
             if self.policy.vision is not None and number < len(minibatch.batches):
                 self.policy.vision.prefetch(minibatch.batches[number])
             outputs = self.forward(batch)
-            losses, metrics = self.losses(batch, outputs)
+            losses, metrics = losses_of(batch, outputs)
             loss = losses.sum() / minibatch.denominator
             # Propagate NaN into the gradient so that all ranks skip this update together.
             one = 1 + (loss - loss).detach()
@@ -290,6 +289,20 @@ class Learner:
             extension.after_backward(self)
             add_metrics(result, extension.metrics())
         return result
+
+    def apply(self, lr: float) -> None:
+        """One optimizer step with the accumulated gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.num_updates += 1
+        self.nonfinite_in_a_row = 0
+
+    def zero_gradients(self) -> None:
+        """Drops the gradients of the learner's own parameters: another learner may have an adapter
+        of the same policy."""
+        for _, parameter in self.trained_parameters():
+            parameter.grad = None
 
     def reduce_gradients(self, is_last: bool) -> None:
         """Lets the last microbatch of a minibatch alone reduce what replicas, and a rank with all
@@ -359,12 +372,14 @@ class Learner:
         mean = reduce_metrics({"kl": metrics["step_kl_nats"]}, self.ranks)["kl"]
         return mean > self.algorithm.target_kl
 
-    def clip_gradients(self) -> Tensor:
-        """Clips the gradients. Returns their norm over all ranks before clipping."""
+    def clip_gradients(self, limit: float | None = None) -> Tensor:
+        """Clips the gradients to this norm, by default --optim.max_grad_norm; 0 is off. Returns
+        their norm over all ranks before clipping."""
+        limit = self.config.optim.max_grad_norm if limit is None else limit
         every = [parameter.grad for _, parameter in self.trained_parameters()]
         grads = [grad for grad in every if grad is not None]
         norm = self.policy.gradient_norm(grads)
-        if limit := self.config.optim.max_grad_norm:
+        if limit:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(grad) for grad in grads], scale)
         return norm

@@ -164,7 +164,7 @@ def make_state(learner: Learner, steps: int, fewer_steps: dict[str, int] | None 
     for group in learner.optimizer.param_groups:
         group["lr"] = 0.0
     learner.optimizer.step()
-    learner.policy.zero_grad()
+    learner.zero_gradients()
     for group in learner.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             num = (fewer_steps or {}).get(name, steps)
