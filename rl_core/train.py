@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import parse_config
 from rl_core.run.plan.path_checks import check_paths
-from rl_core.run.process.torchrun_exit import end_with_launcher, report_failure
 from rl_core.sampling.watchdog import exit_process, run_hooks
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
-    from rl_core.trainer import Trainer
 
 
 # Garbage-collection threshold. At Python's default of 700 the collector takes 25-40 % of an
@@ -33,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status: 128 + N after signal N. A user's mistake is printed as one line, with a
     traceback if RL_CORE_DEBUG=1."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        from rl_core.run.process.torchrun_exit import end_with_launcher
+
         end_with_launcher()
     with ExitStack() as at_end:
         return run_command(argv, at_end)
@@ -43,9 +43,10 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
     out: Path | None = None
     try:
         argv = sys.argv[1:] if argv is None else argv
-        from rl_core.tools.help import print_help
+        if not {"--help", "-h"}.isdisjoint(argv):
+            from rl_core.tools.help import print_help
 
-        if print_help(argv):
+            print_help(argv)
             return 0
         config = parse_config(argv)
         check_paths(config)
@@ -91,11 +92,13 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
                 run_hooks(work, config.rollout.hook_timeout_s)
             close_ranks(ranks)
         if isinstance(trainer, Trainer) and ranks.is_writer:
-            end_on_writer(trainer)
+            trainer.after_run()
         return 128 + trainer.signal if trainer.signal else 0
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        from rl_core.run.process.torchrun_exit import report_failure
+
         report_failure(error, ranks, out)
         return 1
 
@@ -103,15 +106,6 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
 def say_loading(what: str = "the models") -> None:
     """Prints a line on stderr before torch and transformers are imported, which takes seconds."""
     print(f"loading torch, {what} and the rows ...", file=sys.stderr, flush=True)
-
-
-def end_on_writer(trainer: Trainer) -> None:
-    """Writes report.html and calls the last hooks of plugins. No other rank waits for them."""
-    from rl_core.tools.viewer.report import write_at_end
-
-    if not trainer.signal:
-        write_at_end(trainer)
-    trainer.after_run()
 
 
 class CallableModule(ModuleType):

@@ -39,6 +39,7 @@ from rl_core.learners import make_learners
 from rl_core.learning.options import step_samples
 from rl_core.metrics import Max, Mean, Metric, add_metrics
 from rl_core.plugin import Plugin
+from rl_core.run.display.report_file import write_report
 from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
 from rl_core.run.plan.plan import Plan
@@ -315,6 +316,8 @@ class Trainer:
 
     def after_run(self) -> None:
         """Runs on the rank that writes, when no other rank waits any more."""
+        if not self.signal:
+            write_report(self.out)
         print_summary(self)
         for plugin in self.plugins:
             plugin.after_run()

@@ -21,13 +21,13 @@ from rl_core.data.pretrained import Tokenizer, load_pretrained
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
 from rl_core.data.rows import check_exists
 from rl_core.data.template import Template
-from rl_core.data.tokenizer_facts import TokenizerFacts
 from rl_core.data.turn_ends import TurnEnds
 from rl_core.data.vision_models import load_family
 from rl_core.types import JSON, Completion, InputImage, JSONObject, Message
 
 if TYPE_CHECKING:
     from rl_core.data.image_families import ImageFamily
+    from rl_core.data.tokenizer_facts import TokenizerFacts
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 MARK = "\ufdd0"
@@ -119,7 +119,6 @@ class Chat:
         self.first_asked, self.first_answer = None, ("", [])
         self.shapes = ShapeCheck()
         self._variants: dict[str, Chat] = {}  # Chats with more variables, by these.
-        self.facts = TokenizerFacts(tokenizer)
 
     def with_variables(self, variables: JSONObject) -> Chat:
         """This chat with further variables of its template, such as a row's."""
@@ -134,6 +133,12 @@ class Chat:
             variant.facts, variant.max_images = self.facts, self.max_images
             self._variants[key] = variant
         return self._variants[key]
+
+    @cached_property
+    def facts(self) -> TokenizerFacts:
+        from rl_core.data.tokenizer_facts import TokenizerFacts
+
+        return TokenizerFacts(self.tokenizer)
 
     @cached_property
     def template_words(self) -> list[str]:

@@ -32,13 +32,13 @@ def sgd() -> MakeOptimizer:
 
 
 def adamw8bit() -> MakeOptimizer:
-    from rl_core.learning.optimizers import adamw8bit
+    from rl_core.learning.adamw8bit import adamw8bit
 
     return adamw8bit
 
 
 def muon() -> MakeOptimizer:
-    from rl_core.learning.optimizers import muon
+    from rl_core.learning.muon import muon
 
     return muon
 

@@ -208,6 +208,7 @@ HEAVY += "rich scipy sklearn torchvision torch._inductor.compile_fx wandb"
 IDLE = "sandbox environments.service environments.agents tools.viewer learning.teachers "
 IDLE += "learning.lora learning.moe data.image_families data.tool_calls models.vision "
 IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resume data.tables "
+IDLE += "learning.muon learning.adamw8bit data.tokenizer_facts data.tasks.prompt_hook "
 IDLE += "data.sft_samples data.preference_pairs data.tool_schemas data.column_names"
 
 

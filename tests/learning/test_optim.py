@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from rl_core.config import OptimConfig
 from rl_core.learning.learner import learning_rate
-from rl_core.learning.optimizers import is_block_matrix, muon, newton_schulz, parameter_groups
+from rl_core.learning.muon import is_block_matrix, muon, newton_schulz
+from rl_core.learning.optimizers import parameter_groups
 from rl_core.models.loading import on_meta
 from rl_core.run.saving.checkpoint import save_checkpoint
 from rl_core.run.saving.resume import load_checkpoint

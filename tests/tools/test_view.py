@@ -10,18 +10,16 @@ import re
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import zstandard
-from kit import LETTERS, RanksProcess, wait_until, words
+from kit import LETTERS, ROOT, RanksProcess, wait_until, words
 from tokenizers import Tokenizer, decoders, models
 from view_parts import (
     CHROMIUM,
     HOSTILE,
     NEW,
     answers,
-    disk_that_does_not_answer,
     report_of,
     said,
     small_run,
@@ -30,7 +28,7 @@ from view_parts import (
     write_step,
 )
 
-from rl_core.tools.viewer import report
+from rl_core.run.display import report_file
 from rl_core.tools.viewer.data import RunFolder, matching, panels_of
 from rl_core.tools.viewer.tokens import texts
 
@@ -357,19 +355,38 @@ def test_a_report_shows_the_group_with_signal_and_what_failed(run):
     assert [e["index"] for e in ours["episodes"][-5:]] == [4, 5, 6, 7, 11]
 
 
-def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, monkeypatch):
-    done = SimpleNamespace(out=run.path, plan=SimpleNamespace(chats={}))
-    report.write_at_end(done)
+# The viewer's process waits for a file, as it does on a disk that does not answer.
+SLOW = """
+import sys, time
+from pathlib import Path
+while "--report" in sys.argv and not Path(GO_ON).exists():
+    time.sleep(0.01)
+"""
+
+
+def slow_viewer(folder: Path) -> str:
+    """PYTHONPATH of processes in which the viewer waits for folder/go_on."""
+    (folder / "slow").mkdir()
+    text = SLOW.replace("GO_ON", repr(str(folder / "go_on")))
+    (folder / "slow/sitecustomize.py").write_text(text)
+    return f"{folder}/slow:{ROOT}"
+
+
+def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(
+    run, capsys, monkeypatch, tmp_path
+):
+    report_file.write_report(run.path)
     assert not capsys.readouterr().err
     (run.path / "report.html").unlink()
     (run.path / "report.html").mkdir()
-    report.write_at_end(done)
+    report_file.write_report(run.path)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {run.path}/report.html was not written: IsADirectoryError")
-    monkeypatch.setattr(report, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(report, "MAX_WAIT_S", 0.0)
-    with disk_that_does_not_answer(monkeypatch, run.path):
-        report.write_at_end(done)
+    start = f"warning: {run.path}/report.html was not written: [Errno 21] Is a directory"
+    assert line.startswith(start)
+    monkeypatch.setattr(report_file, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(report_file, "MAX_WAIT_S", 0.0)
+    monkeypatch.setenv("PYTHONPATH", slow_viewer(tmp_path))
+    report_file.write_report(run.path)
     out, [line] = (text.splitlines() for text in capsys.readouterr())
     assert (
         out == [f"writing {run.path}/report.html"]
@@ -377,24 +394,10 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(run, capsys, 
     )
 
 
-# In an environment's file: the viewer, which the run imports at its end, waits for a file.
-SLOW_DISK = """
-import time
-from pathlib import Path
-from rl_core.tools.viewer import data
-
-def open_file(file, at_once=data.open_file):
-    while not Path(GO_ON).exists():
-        time.sleep(0.01)
-    return at_once(file)
-
-data.open_file = open_file
-"""
-
-
 def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
-    go_on = tmp_path / "go_on"
-    (tmp_path / "letters.py").write_text(LETTERS + SLOW_DISK.replace("GO_ON", repr(str(go_on))))
+    # An environment's file runs in the run's process, whose children are slow.
+    path = f"import os\nos.environ['PYTHONPATH'] = {slow_viewer(tmp_path)!r}\n"
+    (tmp_path / "letters.py").write_text(LETTERS + path)
     sizes = "--group_size 2 --tasks_per_step 2 --num_steps 1 --max_tokens 6 --max_prompt_tokens 16"
     where = words(
         "--model",
@@ -411,7 +414,7 @@ def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists(), "a step")
         wait_until(lambda: len(children.read_text().split()) == 1, "the end of the other rank")
         assert ranks.poll() is None and not (tmp_path / "out/report.html").exists()
-        go_on.touch()
+        (tmp_path / "go_on").touch()
         assert ranks.wait(60) == 0, ranks.both()
     finally:
         ranks.signal(signal.SIGKILL)

@@ -14,7 +14,6 @@ from rl_core.config import Config
 from rl_core.data.rows import is_tasks_folder, load_rows
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.data.tasks.eval_sets import held_out as held_out_sets
-from rl_core.data.tasks.prompt_hook import MadePrompts
 from rl_core.environments.row_columns import check_columns
 from rl_core.sampling.env import Env
 from rl_core.types import Row
@@ -158,6 +157,8 @@ def load_source(
     if config.data.columns:
         rows = renamed(config, rows, path or f"the split {split!r}", is_train)
     if env and env.row_to_prompt:
+        from rl_core.data.tasks.prompt_hook import MadePrompts
+
         rows = MadePrompts(rows, env.row_to_prompt, env.path)
     if config.is_rl:
         assert env is not None

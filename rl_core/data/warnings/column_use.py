@@ -117,7 +117,9 @@ def column_use(
             if (note := LEFT_OUT.format(column)) in notes:
                 remarks.append(f"{note}; --data.columns prompt={column} keeps them")
         remarks += mark_remarks(chat, marks, messages)
-        if not config.is_rl or sees or row.keys() - row.read.keys() - row.made:
+        used = row.read.keys() | row.made | of_hooks
+        is_all_used = row.keys() <= used and not row.read.keys().isdisjoint(CONVERSATIONS)
+        if not config.is_rl or sees or not is_all_used:
             remarks += more_remarks(use, row, messages, remarks, sees)
         if not config.is_rl:
             use.keys.update(unread_keys(chat, messages))

@@ -251,9 +251,6 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
             run_hooks(run_to_end(trainer))
     finally:
         close_ranks(ranks)
-    from rl_core.tools.viewer.report import write_at_end
-
-    write_at_end(trainer)
     trainer.after_run()
 
 

@@ -4,9 +4,6 @@ needs no network."""
 from __future__ import annotations
 
 import json
-import sys
-import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +13,6 @@ from rl_core.tools.viewer.page import make_page, outline, summary, values_of
 from rl_core.tools.viewer.tokens import shown_episode
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from rl_core.trainer import Trainer
     from rl_core.types import JSONObject
 
 
@@ -29,42 +23,9 @@ NUM_FILES = 8  # Files of rollouts/, from the first to the last.
 MAX_TOKENS = 2000  # Tokens of an episode that is shown token by token.
 MAX_BYTES = 350_000  # Bytes of conversations.
 MAX_IMAGE_BYTES = 350_000  # Bytes of their images.
-PATIENCE_S = 10.0  # Seconds without a line that says why the run waits.
-# For a disk that does not answer; torchrun ends nodes that are done 300 s before the last.
-MAX_WAIT_S = 240.0
 
 
-def write_at_end(run: Trainer) -> None:
-    """Writes report.html of a run that is done, after its process group. A failure is a warning,
-    since the run itself went well."""
-    file, errors = run.out / "report.html", ["it took too long"]
-
-    def write() -> None:
-        try:
-            tokenizers = {
-                name: getattr(chat.tokenizer, "backend_tokenizer", None)
-                for name, chat in run.plan.chats.items()
-            }
-            write_report(file, [RunFolder(run.out)], tokenizers)
-            errors.clear()
-        except Exception as error:
-            errors[:] = [f"{type(error).__name__}: {' '.join(str(error).split())}"]
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    if thread.is_alive():
-        print(f"writing {file}", flush=True)
-        thread.join(MAX_WAIT_S)
-    if errors:
-        hint = f"rl-core view {run.out} --report {file} does it again"
-        print(f"warning: {file} was not written: {errors[0]}; {hint}", file=sys.stderr, flush=True)
-
-
-def write_report(
-    file: Path, runs: list[RunFolder], tokenizers: Mapping[str, Tokenizer | None] | None = None
-) -> Path:
-    """The file. `tokenizers`: of actors, where they are known already."""
+def write_report(file: Path, runs: list[RunFolder]) -> Path:
     parts, notes = [], []
     for run in runs:
         run.read_metrics()
@@ -72,7 +33,7 @@ def write_report(
         every = max(1, -(-len(run.rows) // MAX_ROWS), -(-num_values // MAX_VALUES))
         run.read_rollouts(sampled(run.rollouts()))
         entries = sample(run.entries)
-        episodes = episodes_of(run, entries, tokenizers or {})
+        episodes = episodes_of(run, entries)
         held = [e for e, _ in episodes]
         news = summary(run, 0, every) | {"entries": [values_of(e) for e in held]}
         parts.append(
@@ -115,16 +76,14 @@ def spread(group: list[Entry]) -> float:
     return max(rewards) - min(rewards) if rewards else -1.0
 
 
-def episodes_of(
-    run: RunFolder, entries: list[Entry], tokenizers: Mapping[str, Tokenizer | None]
-) -> list[tuple[Entry, JSONObject]]:
+def episodes_of(run: RunFolder, entries: list[Entry]) -> list[tuple[Entry, JSONObject]]:
     """Entries that fit, as the page shows them: up to MAX_BYTES, an equal share for each file. An
     image is in the first episode that shows it."""
     chosen, num_bytes, files = [], 0, list(dict.fromkeys(e.file for e in entries))
     images: dict[str, str] = {}
     for e in entries:
         try:
-            episode = shown_episode(run, e, tokenizers.get(e.actor))
+            episode = shown_episode(run, e)
         except (OSError, *UNREADABLE) as error:
             run.skip(run.path / "rollouts" / e.file, error)
             continue

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from rl_core.types import JSONObject, Message
 
 
-def shown_episode(run: RunFolder, entry: Entry, tokenizer: Tokenizer | None = None) -> JSONObject:
+def shown_episode(run: RunFolder, entry: Entry) -> JSONObject:
     """A trajectory as the page shows it. Each turn has the text of its tokens, of which the first
-    `num_new` are context, and `values`: name -> one for each sampled token. `tokenizer`: instead of
-    the one in the run's folder. `images`: name of an image in the messages -> its thumbnail."""
+    `num_new` are context, and `values`: name -> one for each sampled token. `images`: name of an
+    image in the messages -> its thumbnail."""
     row = run.episode(entry)
-    tokenizer, advantage = tokenizer or tokenizer_of(run, entry.actor), advantage_of(run, entry)
+    tokenizer, advantage = tokenizer_of(run, entry.actor), advantage_of(run, entry)
     turns = []
     for turn, learned in zip(
         row["turns"], learned_values(run, entry, len(row["turns"])), strict=True
