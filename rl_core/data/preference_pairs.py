@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
-from torch.utils.data import ConcatDataset
 
 from rl_core.data.chat import Chat
 from rl_core.data.image_parts import SIDE_IMAGES
@@ -84,6 +83,8 @@ def pair_rows(
 ) -> tuple[Sequence[Row], Sequence[tuple[str, int]]]:
     """(rows of pairs, name and number of pairs of each file) of the result of load_rows(). Files of
     rated replies become RatedRows."""
+    from torch.utils.data import ConcatDataset
+
     tables, counts = list(getattr(rows, "datasets", [rows])), list(files)
     for i, (table, (name, num_rows)) in enumerate(zip(tables, files, strict=True)):
         if num_rows > 1 and table[0].keys() >= RATED and "chosen" not in table[0]:
@@ -255,3 +256,14 @@ def pair_messages(
         pairs.append((context, reply))
         notes = None  # The contexts have the same ones.
     return pairs
+
+
+def trained_messages_of(row: Row, algorithm: str) -> tuple[list[list[Message]], list[Message]]:
+    """(a row's conversations up to the last message that is trained, the trained messages)."""
+    if algorithm in ("sft", "kto"):
+        messages = sft_messages(row) if algorithm == "sft" else labelled_messages(row)
+        trained = trained_messages(messages)
+        return [messages[: trained[-1] + 1]], [messages[i] for i in trained]
+    sides = pair_messages(row)
+    replies = [message for _, reply in sides for message in reply]
+    return [context + reply for context, reply in sides], replies

@@ -48,8 +48,10 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
     """Raises ValueError unless the actors can play in these environments, and each trained actor
     can speak in an environment that is trained in."""
     frozen = [name for name in config.actors if name not in config.trained]
-    for env in envs.values():
+    for name, env in envs.items():
         check_actors(env, [*config.trained, *frozen])
+        if not config.is_rl:
+            check_is_read(config, name, env)
     trained_in = [env for name, env in envs.items() if config.env(name).is_trained_in]
     heard = [speakers(env, list(config.actors)) for env in trained_in]
     for name in config.trained:
@@ -70,6 +72,19 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
             f"of {config.env_path} some define advantage_fn and others do not; let all do, or none"
+        )
+
+
+def check_is_read(config: Config, name: str, env: Env) -> None:
+    """Raises ValueError for a file of which an algorithm without episodes reads nothing."""
+    section = config.env(name)
+    is_asked = not (section.train or config.data.train)
+    is_asked |= bool(config.eval_every) and not (section.eval or config.data.eval)
+    if env.row_to_prompt is None and not (env.load_tasks and is_asked):
+        raise ValueError(
+            f"--env_path {env.path}: --algorithm {config.algorithm} plays no episodes, so that it "
+            "reads load_tasks() of a file, where --data.train names no rows, and row_to_prompt() "
+            "alone; leave --env_path out"
         )
 
 

@@ -26,4 +26,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ")
+        _, required, names = text.partition("arguments are required: ")
+        if required:
+            known = {a.metavar or "/".join(a.option_strings) or a.dest: a for a in self._actions}
+            missing = [f"{name} ({known[name].help})" for name in names.split(", ")]
+            text = f"give {', '.join(missing)}; {self.prog} --help shows all"
         raise UsageError(text.replace(": expected one argument", " has no value"))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rl_core.config import Config, parse_config
+from rl_core.run.plan.path_checks import ROWS, check_inputs
 from rl_core.scratch import scratch_prefix
 from rl_core.tools.help import PLAN, print_help
 from rl_core.tools.memory_estimate import GIB, facts
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
         config = parse_config([*flags, "--out", out])
         if options.gpu_gib is not None:
             config = on_gpu(config)
+        check_inputs(config, ROWS if config.eval_every else ROWS[:1])
         say_loading("the tokenizer")  # Weights are not read.
         # Imported after parsing, so that a wrong flag answers at once.
         from rl_core.run.plan.plan import make_plan

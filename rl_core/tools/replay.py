@@ -216,10 +216,9 @@ def read_flags(run: Path, flags: list[str]) -> tuple[Config, Config]:
                 f"--{name} is for sampling, or for more than one step, and this step was sampled "
                 f"already; replay takes {accepted.replace('.,', '.*,')}"
             )
-    if not run.exists():
-        from rl_core.data.rows import check_exists
+    from rl_core.tools.viewer.data import check_run
 
-        check_exists(run)
+    check_run(run)
     base = ["--config", str(run / "config.yaml"), f"--out={run}"]
     base += ["--rollout_ranks=0", "--resume=false"]
     parts = []

@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
 
 def files_of_steps(run: Path, steps: str, is_eval: bool) -> dict[int, list[Path]]:
     """Step -> its files of rollouts/. Raises ValueError if there are none."""
-    from rl_core.tools.show import files_of
+    from rl_core.tools.show import no_episodes
     from rl_core.tools.viewer.data import RunFolder, named, step_of
 
     match = re.fullmatch(r"(\d*)(:?)(\d*)", steps)
@@ -113,9 +113,13 @@ def files_of_steps(run: Path, steps: str, is_eval: bool) -> dict[int, list[Path]
     high = int(match[3] or (sys.maxsize if match[2] else low))
     files: dict[int, list[Path]] = {}
     for file in RunFolder(run).rollouts():
-        if (named(file)[1] == "eval") == is_eval and low <= step_of(file) <= high:
+        if (named(file)[1] == "eval") == is_eval:
             files.setdefault(step_of(file), []).append(file)
-    return files or {low: files_of(run, None if steps == ":" else steps, is_eval)}
+    chosen = {step: files[step] for step in files if low <= step <= high}
+    if not chosen:
+        asked = "" if steps == ":" else f" --step {steps}"
+        raise ValueError(no_episodes(run, asked, [*files], is_eval))
+    return chosen
 
 
 def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed:

@@ -56,17 +56,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def files_of(run: Path, step: int | str | None, is_eval: bool) -> list[Path]:
-    """The files with one step's episodes. `step`: None for the newest; text names a range without
-    files, for the error. Raises ValueError if there are none, and lists the steps with episodes."""
-    from rl_core.data.rows import check_exists
-    from rl_core.tools.viewer.data import check_inner_runs, is_run
+def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:
+    """The files with one step's episodes. `step`: None for the newest. Raises ValueError if there
+    are none, and lists the steps with episodes."""
+    from rl_core.tools.viewer.data import check_run
 
-    if not run.is_dir():
-        check_exists(run)
+    check_run(run)
+    if run.is_file():
         return [run]
-    if not is_run(run):
-        check_inner_runs(run)
     kind = "eval" if is_eval else "step"
     rollout_files, steps = [], []
     for file in sorted((run / "rollouts").glob(f"{kind}_*.jsonl*")):
@@ -78,12 +75,17 @@ def files_of(run: Path, step: int | str | None, is_eval: bool) -> list[Path]:
         step = max(steps)
     files = [file for file, number in zip(rollout_files, steps, strict=True) if number == step]
     if not files:
-        named = f" --step {step}" if step is not None else ""
-        raise ValueError(
-            f"{run}{named}: no episodes in {run / 'rollouts'}; steps with {kind} episodes: "
-            f"{describe_steps(run, steps, is_eval)}"
-        )
+        asked = "" if step is None else f" --step {step}"
+        raise ValueError(no_episodes(run, asked, steps, is_eval))
     return files
+
+
+def no_episodes(run: Path, asked: str, steps: list[int], is_eval: bool) -> str:
+    """An error that lists the steps with episodes. `asked`: the flag of the step."""
+    return (
+        f"{run}{asked}: no episodes in {run / 'rollouts'}; steps with "
+        f"{'eval' if is_eval else 'step'} episodes: {describe_steps(run, steps, is_eval)}"
+    )
 
 
 def describe_steps(run: Path, steps: list[int], is_eval: bool) -> str:

@@ -84,6 +84,8 @@ REFUSED = {
         "did you mean 'choosen'? Read it by --data.columns chosen=choosen",
         "--algorithm dpo --data.train "
         "{dir}/equal.jsonl": "has no pair with a preference: all have equal replies",
+        "--algorithm dpo --env_path {dir}/letters.py": "letters.py: --algorithm dpo plays no episodes ... "
+        "leave --env_path out",
         "--algorithm kto": "row 1 of {dir}/pairs.jsonl: it needs a column 'label' ... or train "
         "pairs by --algorithm dpo",
         "--algorithm kto --data.train {dir}/unlabelled.jsonl": "row 1 of {dir}/unlabelled.jsonl: it "

@@ -24,7 +24,8 @@ ENVS = ROOT / "envs"
 # The command
 
 
-HEAVY = ("torch", "transformers", "numpy", "datasets", "aiohttp", "matplotlib", "zstandard")
+SLOW = ("torch", "transformers", "datasets", "aiohttp", "matplotlib", "zstandard")
+HEAVY = ("numpy", *SLOW)
 
 
 def test_help_is_quick_since_it_imports_nothing_heavy():
@@ -72,7 +73,7 @@ def without_torch(commands: list[str]) -> list[str]:
     """The lines on stderr of commands in one process, in which an import of torch fails."""
     code = f"""
 import runpy, sys
-sys.modules |= dict.fromkeys({HEAVY})
+sys.modules |= dict.fromkeys({SLOW})
 for module, *sys.argv[1:] in {[command.split() for command in commands]}:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -86,6 +87,9 @@ for module, *sys.argv[1:] in {[command.split() for command in commands]}:
 
 
 TRAIN = "rl_core.tools.cli train --model m --env_path math_answer"
+OF_ROWS = "rl_core.tools.cli train --model m --algorithm {}"
+PAIRS = "tests/cases/pairs.jsonl"
+COLUMNS = f"--data.train {PAIRS} --data.columns"
 # Command -> its error, which no line precedes.
 SAID_AT_ONCE = {
     f"{TRAIN} --data.train r --out envs": "--out envs exists already; continue it with --resume",
@@ -102,6 +106,13 @@ SAID_AT_ONCE = {
     "rl_core.train --model m --env_path math_answer --data.train no.jsonl --out o": "no.jsonl: no",
     "rl_core.tools.cli eval m@http://h/v1 --env_path math_answer --data.eval no.csv": "no.csv: no",
     "rl_core.tools.cli collect m@http://h/v1 --env_path no.py --out o": "no.py: no such file",
+    f"{TRAIN} --out o {COLUMNS} prompt=promt": f"prompt=promt: {PAIRS} has no column 'promt'; did",
+    f"{OF_ROWS.format('sft')} --out o {COLUMNS} response=chosn": "chosn'; did you mean 'chosen'?",
+    f"{OF_ROWS.format('sft')} --out o {COLUMNS} responce=chosen": "'response' with the reply to",
+    f"{OF_ROWS.format('kto')} --out o {COLUMNS} completion=chosen,labl=system": "column 'label', true",
+    f"{OF_ROWS.format('rm')} --out o {COLUMNS} chosen=choosen": "chosen=choosen: ",
+    f"{OF_ROWS.format('orpo').replace('train', 'plan')} {COLUMNS} rejected=r": "rejected=r: ",
+    f"rl_core.tools.cli eval m@http://h/v1 --env_path math_answer {COLUMNS} answer=chosn": "=chosn: ",
 }
 
 
@@ -140,6 +151,8 @@ def test_the_version_is_printed(capsys):
         ),
         (1, ["datasets", "x"], "rl-core datasets lists all"),
         (1, ["datasets", "hermes"], "the nearest are teknium/OpenHermes-2.5, NousResearch/"),
+        (2, ["check"], "give env (Python files of environments); rl-core check --help shows all"),
+        (2, ["rescore"], "give run (folder of a run), --env_path (the changed environment file); "),
         (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
         (
             1,
@@ -157,7 +170,6 @@ def test_the_version_is_printed(capsys):
         (2, ["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
         (2, ["check", "x.py", "--data"], "unknown flag --data; did you mean '--data.train'?"),
         (2, ["check", "x.py", "--data.train"], "--data.train has no value"),
-        (2, ["check"], "arguments are required: env"),
         (2, ["show", "runs/x", "--nun=3"], "unknown flag --nun; did you mean '--num'?"),
         (2, ["sandbox", "run", "x.py", "--nun", "3"], "unrecognized arguments: --nun 3"),
         (

@@ -32,7 +32,7 @@ OURS = {
 def test_replay_of_a_run_that_is_not_there_names_the_nearest(tmp_path, capsys):
     (tmp_path / "first").mkdir()
     assert main(["replay", str(tmp_path / "frist"), "--step", "1"]) == 1
-    assert "frist: no such file; did you mean 'first'?" in capsys.readouterr().err
+    assert f"frist, which is not there; did you mean {tmp_path}/first?" in capsys.readouterr().err
 
 
 def test_the_names_that_are_answered_with_exist_and_none_is_listed_twice():
@@ -233,6 +233,12 @@ def test_show_names_the_runs_in_a_folder_that_is_none(tmp_path, capsys, monkeypa
     Path("first/run/rollouts").mkdir(parents=True)
     assert main(["show", "first"]) == 1
     assert capsys.readouterr().err == "error: no run in first; first/run is one\n"
+    for verb in ("show", "view", "plot", "rescore --env_path x.py", "replay --step 1"):
+        verb, *flags = verb.split()
+        assert main([verb, "first/other", *flags]) == 1
+        assert capsys.readouterr().err == (
+            "error: no run in first/other, which is not there; first/run is one\n"
+        )
 
 
 def test_show_of_what_is_no_run_is_one_line(tmp_path, capsys):
@@ -240,7 +246,7 @@ def test_show_of_what_is_no_run_is_one_line(tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     for name, says in {
         "rows.jsonl": f"row 1 of {tmp_path}/rows.jsonl: no episode of a run; it has prompt",
-        "rnus": f"{tmp_path}/rnus: no such file; did you mean 'runs'?",
+        "rnus": f"no run in {tmp_path}/rnus, which is not there; did you mean {tmp_path}/runs?",
         "runs": "steps with step episodes: none",
     }.items():
         assert main(["show", str(tmp_path / name)]) == 1

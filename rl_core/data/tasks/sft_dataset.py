@@ -10,15 +10,14 @@ from rl_core.data.chat import Chat
 from rl_core.data.messages import text_of
 from rl_core.data.preference_pairs import (
     LeftOutError,
-    labelled_messages,
     labelled_reply,
     mismatched,
-    pair_messages,
     reply_pair,
     scored_pair,
+    trained_messages_of,
 )
 from rl_core.data.rows import is_trajectory
-from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
+from rl_core.data.sft_samples import sft_samples
 from rl_core.data.task_rows import fits
 from rl_core.distributed import Ranks
 from rl_core.types import Message, Row, Task, TrainingSample
@@ -109,17 +108,6 @@ class SFTDataset:
             self.spelled = task.place, token
         is_fit = fits("a sequence", longest, limit, named, config.data.skip_long)
         return samples if is_fit else []
-
-
-def trained_messages_of(row: Row, algorithm: str) -> tuple[list[list[Message]], list[Message]]:
-    """(a row's conversations up to the last message that is trained, the trained messages)."""
-    if algorithm in ("sft", "kto"):
-        messages = sft_messages(row) if algorithm == "sft" else labelled_messages(row)
-        trained = trained_messages(messages)
-        return [messages[: trained[-1] + 1]], [messages[i] for i in trained]
-    sides = pair_messages(row)
-    replies = [message for _, reply in sides for message in reply]
-    return [context + reply for context, reply in sides], replies
 
 
 def spelled_token(chat: Chat, replies: list[Message]) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import chain, islice
 from pathlib import Path
 
 from rl_core.algorithms import PRESETS
@@ -10,6 +11,7 @@ from rl_core.config import Config
 from rl_core.data.env_names import env_path
 from rl_core.data.rows import (
     check_exists,
+    data_folder,
     files_of,
     is_small_json,
     is_trajectory,
@@ -17,8 +19,9 @@ from rl_core.data.rows import (
     source_and_split,
 )
 from rl_core.data.tasks.eval_sets import held_out
-from rl_core.errors import needs_column, split
+from rl_core.errors import split
 from rl_core.run.plan.model_paths import check_local
+from rl_core.types import Row
 
 ROWS = ("train", "eval")  # Splits of --data.
 
@@ -35,6 +38,8 @@ def check_paths(config: Config) -> None:
 def check_inputs(config: Config, splits: Collection[str]) -> None:
     """Raises ValueError for environments and rows of these splits that do not exist, and for files
     without a row."""
+    from rl_core.data.tasks.sources import naming_recipes
+
     for path in config.env_paths.values():
         if "://" not in path:
             check_exists(Path(env_path(path)).expanduser())
@@ -45,30 +50,54 @@ def check_inputs(config: Config, splits: Collection[str]) -> None:
     if "eval" in splits:
         sources += [("test", path) for *_, path in held_out(config, names)]
     for split_name, path in sources:
+        files = []
         for source in split(path):
-            check_rows_exist(*source_and_split(source, split_name))
-            if PRESETS[config.algorithm].reads_pairs and not config.data.columns:
-                check_pairs(*source_and_split(source, split_name))
+            files.append(check_rows_exist(*source_and_split(source, split_name)))
+        if path and all(files):
+            with naming_recipes(path):
+                check_columns(config, [*chain(*files)], path, split_name == "train")
 
 
-def check_rows_exist(name: str, split_name: str) -> None:
+def check_rows_exist(name: str, split_name: str) -> list[Path]:
+    """The files of a source. Raises ValueError if all of them are empty."""
     files = files_of(name, split_name)
     if files and not any(file.stat().st_size for file in files):
         raise ValueError(f"{name}: the data set is empty; it must have at least one row")
+    return files
 
 
-def check_pairs(name: str, split_name: str) -> None:
-    """Raises ValueError if the first row of a small JSON file has no replies to prefer."""
-    from rl_core.data.row_forms import LABELS, PAIR, read_form
+def check_columns(config: Config, files: Sequence[Path], source: str, is_train: bool) -> None:
+    """Raises ValueError for a column of --data.columns that small JSON files do not have, and if
+    the first row is not one that the algorithm learns from."""
+    from rl_core.data.column_names import NUM_ROWS, RenamedColumns, check_columns_exist
 
-    files = files_of(name, split_name)
-    if not files or not is_small_json(files[0]):
+    if not files or not all(map(is_small_json, files)):
         return
-    row = next(read_json(files[0]), {})
-    pair = read_form(row, ())
-    is_other = is_trajectory(row) or pair.get("tied") or any(map(LABELS.search, pair))
-    if pair.keys().isdisjoint(PAIR) and not is_other:  # Others have their own errors.
-        raise ValueError(f"row 1 of {files[0]}: {needs_column('chosen', pair)}")
+    columns, tables = config.data.columns, [list(islice(read_json(f), NUM_ROWS)) for f in files]
+    if columns and len(config.env_paths) < 2:
+        check_columns_exist([*chain(*tables)], columns, source, is_train)
+    if not config.is_rl and not config.env_paths and tables[0]:
+        [row] = RenamedColumns(tables[0][:1], columns)
+        check_row(row, config.algorithm, f"row 1 of {files[0]}", data_folder(str(files[0])))
+
+
+def check_row(row: Row, algorithm: str, place: str, folder: Path | None) -> None:
+    """Raises ValueError for a row that an algorithm without episodes does not learn from."""
+    from rl_core.data.preference_pairs import RATED, LeftOutError, trained_messages_of
+    from rl_core.data.row_forms import LABELS
+    from rl_core.data.task_rows import make_task
+
+    is_pair = PRESETS[algorithm].reads_pairs
+    is_rated = is_pair and (row.keys() >= RATED or any(map(LABELS.search, row)))
+    if is_trajectory(row) or is_rated:
+        return  # Such rows are read in other ways, and have their own errors.
+    task = make_task(row, 0, "", "", is_pair, place, folder)
+    try:
+        trained_messages_of(task.row, algorithm)
+    except LeftOutError:
+        pass
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def check_folder(out: Path, is_resumed: bool) -> None:

@@ -28,6 +28,7 @@ import zstandard
 
 from rl_core.config import flat
 from rl_core.data.rows import END
+from rl_core.errors import nearest_folder
 
 if TYPE_CHECKING:
     from rl_core.types import JSON, JSONObject, Message
@@ -111,14 +112,19 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml", "rollouts"))
 
 
-def check_inner_runs(folder: Path) -> None:
-    """Raises ValueError that names the runs in a folder which is none itself, if there are any."""
-    if not folder.is_dir():
+def check_run(path: Path) -> None:
+    """Raises ValueError, with the runs nearby, if a path does not exist, or is a folder that is no
+    run and holds some."""
+    if is_run(path) or path.is_file():
         return
-    runs = [str(path) for path in sorted(folder.iterdir()) if is_run(path)]
-    if runs:
+    near = "" if path.exists() else nearest_folder(path)
+    if not near:
+        folders = [path] if path.exists() else [path.parent, Path("runs"), Path()]
+        runs = [str(run) for folder in folders for run in inner_runs(folder, depth=1)]
         verb = "is one" if len(runs) == 1 else "are some"
-        raise ValueError(f"no run in {folder}; {', '.join(runs[:5])} {verb}")
+        near = f"; {', '.join(dict.fromkeys(runs[:5]))} {verb}" if runs else ""
+    if near or not path.exists():
+        raise ValueError(f"no run in {path}{'' if path.exists() else ', which is not there'}{near}")
 
 
 class RunFolder:
@@ -127,12 +133,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        if not self.path.exists():
-            from rl_core.data.rows import check_exists
-
-            check_exists(self.path)
+        check_run(self.path)
         if not is_run(self.path):
-            check_inner_runs(self.path)
             raise ValueError(
                 f"{self.path}: no folder of a run; it has neither metrics.jsonl nor config.yaml "
                 "nor rollouts/"
