@@ -34,6 +34,14 @@ def keep_ends(text: str, most: int) -> str:
     return f"{text[:start]} ... {text[start + 5 - most :]}"
 
 
+def without_middle(text: str, most: int) -> str:
+    """The text, with a mark instead of its middle if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the list of the known names."""
     known = list(known)

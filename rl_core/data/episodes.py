@@ -45,10 +45,8 @@ def by_episode(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 # Stands in an error between the reason and the output of a task's script.
 WROTE = "; it wrote, in "
-# Follows the reason in a truncated episode.
-CUT_OFF = (
-    "; the episode was truncated, which may be the reason: a turn was cut off, as by --max_tokens"
-)
+# Follows the reason in a truncated episode, also where the truncation is not the cause.
+CUT_OFF = "; the episode was truncated: a turn was cut off, as by --max_tokens"
 
 
 def failure_reason(error: str, task_id: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.data.messages import shorten, text_of
 from rl_core.data.thoughts import without_thoughts
+from rl_core.errors import without_middle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -264,14 +265,6 @@ async def num_tokens(actor: Actor, text: str) -> int:
     from rl_core.data.chat_threads import num_prompt_tokens
 
     return await num_prompt_tokens(actor.chat, [{"role": "user", "content": text}], None)
-
-
-def without_middle(text: str, most: int) -> str:
-    """The text, with a mark instead of its middle if it has more than `most` characters."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
 async def verdicts(

@@ -375,7 +375,7 @@ def test_the_longest_episodes_lose_their_middle(limits, more, most):
     assert scores == [1, 0, 0] and most / 2 < len(asked) <= most + 50
     for text in (first, second):
         left = re.fullmatch(
-            r"\[\w+ assistant\]\nbegin (x+)\n\[\.\.\. (\d+) characters left out \.\.\.\]\n(x+) end",
+            r"\[\w+ assistant\]\nbegin (x+)\n\[(\d+) characters left out\]\n(x+) end",
             text,
         )
         assert len(left[1]) + int(left[2]) + len(left[3]) == 30_000

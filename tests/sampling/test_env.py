@@ -411,8 +411,7 @@ def test_a_hook_that_raises_is_named_with_the_line_and_its_reply_is_kept(env_of,
     ids=["reward", "rollout", "group"],
 )
 def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
-    says = "; the episode was truncated, which may be the reason: a turn was cut off, as by "
-    says += "--max_tokens"
+    says = "; the episode was truncated: a turn was cut off, as by --max_tokens"
     if "interact" in hook:
         says += "; interact() was not called after it"
     [cut] = run(env_of(hook), cast(policy="a long reply"), max_turns=2, max_tokens=5)
@@ -434,7 +433,7 @@ def test_a_hook_that_fails_in_a_truncated_episode_says_truncated(env_of, hook):
 )
 def test_a_reward_of_a_truncated_episode_that_is_no_number_says_truncated(env_of, hook):
     [cut] = run(env_of(hook), cast(policy="a long reply"), max_tokens=5)
-    assert "must be a finite number" in cut.error and "; the episode was truncated, " in cut.error
+    assert "must be a finite number" in cut.error and "; the episode was truncated: " in cut.error
     [trajectory] = run(env_of(hook), cast(policy="a long reply"))
     assert "must be a finite number" in trajectory.error and "truncated" not in trajectory.error
 

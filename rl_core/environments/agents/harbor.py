@@ -36,7 +36,8 @@ from rl_core.environments.agents.harbor_tasks import (
     warn_once,
 )
 from rl_core.environments.agents.verifier_cache import HOME, NotFetched, fetched_layer
-from rl_core.environments.agents.verifier_tools import VerifierTools, bounded, first_failed_install
+from rl_core.environments.agents.verifier_tools import VerifierTools, first_failed_install
+from rl_core.errors import without_middle
 from rl_core.sampling.reward_parts import finite_parts
 from rl_core.sandbox import boxes
 from rl_core.sandbox.box_remote import REMOTE_DRIVERS
@@ -195,7 +196,7 @@ class TaskBox:
     def add_score(self, score: VerifierScore) -> None:
         """Adds the current step's score. A box that could not be scored counts for all steps that
         remain."""
-        score.wrote = bounded(self.wrote, MAX_WROTE)
+        score.wrote = without_middle(self.wrote.strip(), MAX_WROTE)
         num_left = len(self.task.steps) - len(self.scores)
         self.scores += [score] * (num_left if score.fault else 1)
 
@@ -216,7 +217,7 @@ class TaskBox:
         lines = []
         for step, each in zip(self.task.steps, self.scores, strict=False):
             lines.append(f"== steps/{step.name}: reward {each.reward:g}\n{each.wrote}")
-        score.wrote = bounded("\n".join(lines), MAX_WROTE)
+        score.wrote = without_middle("\n".join(lines), MAX_WROTE)
         return score
 
     async def solve(self) -> None:
@@ -237,7 +238,7 @@ class TaskBox:
                 "HARBOR_NETWORK=1, and with bubblewrap the box's system is read-only; install in "
                 "environment/Dockerfile"
             )
-        self.wrote = bounded(self.wrote, MAX_WROTE)
+        self.wrote = without_middle(self.wrote.strip(), MAX_WROTE)
 
     async def verify(self) -> VerifierScore:
         """Scores the step as the agent left the box, also if the agent removed tools of test.sh.
@@ -312,12 +313,13 @@ class TaskBox:
                 self.wrote += f"\n[services that have ended: {', '.join(ended_services)}]"
                 score.metrics["services_ended"] = float(len(ended_services))
             score.missing = VerifierTools.of(*self.step.tests).missing(self.wrote, done.code)
-        score.wrote = bounded(self.wrote, MAX_WROTE)
+        score.wrote = without_middle(self.wrote.strip(), MAX_WROTE)
         return score
 
     def failure(self, why: str) -> RuntimeError:
         """An error with the script's output. The reason comes first, equal for all tasks."""
-        return RuntimeError(f"{why}{WROTE}{self.step.folder}: {bounded(self.wrote, MAX_IN_ERROR)}")
+        wrote = without_middle(self.wrote.strip(), MAX_IN_ERROR)
+        return RuntimeError(f"{why}{WROTE}{self.step.folder}: {wrote}")
 
     async def run(
         self,

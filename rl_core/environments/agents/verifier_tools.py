@@ -92,13 +92,3 @@ def failed_download(wrote: str) -> str:
         if INSTALLER.search(line) and not line.endswith("not found") and UV_SITE not in line:
             return line[:MAX_LINE]
     return ""
-
-
-def bounded(text: str, limit: int) -> str:
-    """The beginning and the end of a text, at most about `limit` characters."""
-    text = text.strip()
-    left_out = len(text) - limit
-    if left_out <= 0:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"

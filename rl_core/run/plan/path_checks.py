@@ -81,7 +81,7 @@ def check_columns(config: Config, files: Sequence[Path], source: str, is_train: 
         check_row(row, config.algorithm, f"row 1 of {files[0]}", data_folder(str(files[0])))
 
 
-def check_row(row: Row, algorithm: str, place: str, folder: Path | None) -> None:
+def check_row(row: Row, algorithm: str, location: str, folder: Path | None) -> None:
     """Raises ValueError for a row that an algorithm without episodes does not learn from."""
     from rl_core.data.preference_pairs import RATED, LeftOutError, trained_messages_of
     from rl_core.data.row_forms import LABELS
@@ -91,13 +91,13 @@ def check_row(row: Row, algorithm: str, place: str, folder: Path | None) -> None
     is_rated = is_pair and (row.keys() >= RATED or any(map(LABELS.search, row)))
     if is_trajectory(row) or is_rated:
         return  # Such rows are read in other ways, and have their own errors.
-    task = make_task(row, 0, "", "", is_pair, place, folder)
+    task = make_task(row, 0, "", "", is_pair, location, folder)
     try:
         trained_messages_of(task.row, algorithm)
     except LeftOutError:
         pass
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+        raise ValueError(f"{location}: {error}") from None
 
 
 def check_folder(out: Path, is_resumed: bool) -> None:
