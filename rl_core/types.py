@@ -270,6 +270,8 @@ class PackedBatch:
     # [M] fp32, reward to come, by the critic before its first update; KTO: the KL z0, all equal
     values: Tensor | None = None
     returns: Tensor | None = None  # [M] fp32, targets of the critic
+    # KTO: the prompt of each sample with another row's reply, which is read without a gradient.
+    mismatched: PackedBatch | None = None
     shard: SequenceShard | None = None  # this rank's part; None: all of it
     # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
     experts: Tensor | None = None

@@ -3,6 +3,8 @@ from the policy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class Reference(LearnerExtension):
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         with self.policy.on_device():
-            for batch in batches:
+            for batch in with_mismatched(batches):
                 batch.ref_logprobs = self.policy(batch, self.temperature)[0]
         return {}
 
@@ -37,9 +39,16 @@ class RenewedReference(LearnerExtension):
 
     def annotate(self, batches: list[PackedBatch]) -> dict[str, Metric]:
         with self.copy.in_place():
-            for batch in batches:
+            for batch in with_mismatched(batches):
                 batch.ref_logprobs = self.copy.read(batch, self.temperature)
         return {}
+
+
+def with_mismatched(batches: list[PackedBatch]) -> Iterator[PackedBatch]:
+    for batch in batches:
+        yield batch
+        if batch.mismatched is not None:
+            yield batch.mismatched
 
 
 def make_reference(context: LearnerContext) -> LearnerExtension:
@@ -78,10 +87,10 @@ class MismatchedKL(LearnerExtension):
         if not batches:  # Then no rank has any.
             return {}
         for batch in batches:
-            assert batch.ref_logprobs is not None
-            logratios = c.policy(batch, c.temperature, c.adapter)[0] - batch.ref_logprobs
-            total = torch.where(batch.sequences % 2 == 1, logratios, 0.0).sum()
-            add_metrics(sums, {"kl": Mean(total, len(batch.paths) // 2)})
+            other = batch.mismatched
+            assert other is not None and other.ref_logprobs is not None
+            logratios = c.policy(other, c.temperature, c.adapter)[0] - other.ref_logprobs
+            add_metrics(sums, {"kl": Mean(logratios.sum(), len(other.paths))})
         kl = max(0.0, reduce_metrics(sums, c.ranks)["kl"])
         for batch in batches:
             batch.values = torch.full_like(batch.advantages, kl)

@@ -67,10 +67,20 @@ def shard_samples(
 ) -> tuple[list[Minibatch], dict[str, Metric]]:
     """Every rank's samples -> balanced minibatches, and metrics of their packing. Each sample moves
     at most once, from the rank that has it to the ranks that train on it. Every rank must call it
-    and computes the same plan. `extensions` of the learner may add columns to each batch."""
+    and computes the same plan. `extensions` of the learner may add columns to each batch. KTO's
+    samples alternate: a row's reply, and the mismatched one."""
     plans, local_samples = plan_minibatches(
         samples, algorithm, config.learner.updates_per_epoch, budget, ranks
     )
+
+    def pack(samples: list[TrainingSample], has_images: bool) -> PackedBatch:
+        batch = pack_samples(samples, budget.cp)
+        if has_images and batch.images is None:
+            batch.images = {}
+        for extension in extensions:
+            batch = extension.packed(batch, samples)
+        return to_device(batch, ranks.device)
+
     received = move_samples(local_samples, plans, budget.num_ranks, ranks)
     share = budget.num_ranks / ranks.size  # Ranks of one bin (cp, tp) count together as one.
     minibatches, metrics = [], {}
@@ -89,12 +99,12 @@ def shard_samples(
             mine = []
             for unit in units:
                 mine += itertools.islice(received[unit.rank], unit.num_samples)
-            batch = pack_samples(mine, budget.cp)
-            if plan.has_images and batch.images is None:
-                batch.images = {}
-            for extension in extensions:
-                batch = extension.packed(batch, mine)
-            minibatch.batches.append(to_device(batch, ranks.device))
+            others = None
+            if algorithm.objective == "kto":
+                mine, others = mine[::2], mine[1::2]
+            batch = pack(mine, plan.has_images)
+            batch.mismatched = None if others is None else pack(others, plan.has_images)
+            minibatch.batches.append(batch)
             packing = {
                 "microbatches": Sum(share),
                 "tokens": Sum(sum(len(sample.token_ids) for sample in mine) * share),

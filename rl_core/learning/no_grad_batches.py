@@ -65,6 +65,7 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
     experts = [batch.experts for batch in batches if batch.experts is not None]
     if experts:
         joined["experts"] = torch.cat(experts)
+    mismatched = [batch.mismatched for batch in batches if batch.mismatched is not None]
     images = [batch.images for batch in batches if batch.images is not None]
     return dataclasses.replace(
         batches[0],
@@ -72,6 +73,7 @@ def join_batches(batches: Sequence[PackedBatch]) -> PackedBatch:
         parents=parents,
         paths=paths,
         images={key: image for of in images for key, image in of.items()} if images else None,
+        mismatched=join_batches(mismatched) if mismatched else None,
         **joined,
     )
 

@@ -1,6 +1,6 @@
 """Losses of preference pairs and of labelled replies. `replies` [M] is each token's reply: 2p for
-the chosen reply of pair p, 2p + 1 for the rejected one. A loss comes with rewards [P, 2], the
-implicit rewards of both replies.
+the chosen reply of pair p, 2p + 1 for the rejected one, and p for the one of a row. A loss comes
+with rewards [P, 2], the implicit rewards of both replies, or [P].
 
 Legend: M trained tokens, P pairs, or rows of one reply.
 """
@@ -40,11 +40,11 @@ def losses_of_replies(
 def losses_of_labels(
     config: Config, batch: PackedBatch, logprobs: Tensor
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """KTO losses of a batch's rows, [P]. Its samples alternate: the reply, whose advantage is 1 or
-    -1, and the mismatched one, whose KL is in values."""
+    """KTO losses of a batch's rows, [P]. The advantages of a reply are 1 or -1; the KL is in
+    values."""
     assert batch.ref_logprobs is not None and batch.values is not None
-    rows = batch.sequences, len(batch.paths) // 2
-    signs = reply_sums(batch.advantages, *rows)[:, 0].sign()
+    rows = batch.sequences, len(batch.paths)
+    signs = sums(batch.advantages, *rows).sign()
     losses, rewards = kto_losses(
         logprobs - batch.ref_logprobs, signs, batch.values[:1], *rows, config.preference
     )
@@ -76,9 +76,14 @@ def pair_metrics(rewards: Tensor) -> dict[str, Metric]:
     return {name: Mean(value.sum(), len(value)) for name, value in values.items()}
 
 
+def sums(values: Tensor, replies: Tensor, num_replies: int) -> Tensor:
+    """[num_replies] sums over the tokens of each reply."""
+    return values.new_zeros(num_replies).index_add(0, replies, values)
+
+
 def reply_sums(values: Tensor, replies: Tensor, num_pairs: int) -> Tensor:
     """[P, 2] sums over the tokens of both replies."""
-    return values.new_zeros(2 * num_pairs).index_add(0, replies, values).view(-1, 2)
+    return sums(values, replies, 2 * num_pairs).view(-1, 2)
 
 
 def reply_means(values: Tensor, replies: Tensor, num_pairs: int) -> Tensor:
@@ -145,7 +150,7 @@ def kto_losses(
     good reply, -1 and the undesirable one for a bad reply (Ethayarajh et al. 2024,
     arXiv:2402.01306, eq. 7). A reply's reward is beta l. `signs`: [P]; `kl`: z0."""
     beta = config.beta or BETA
-    rewards = beta * reply_sums(logratios, replies, num_rows)[:, 0]
+    rewards = beta * sums(logratios, replies, num_rows)
     weights = torch.where(signs > 0, config.desirable_weight, config.undesirable_weight)
     return weights * torch.sigmoid(signs * (beta * kl - rewards)), rewards
 

@@ -516,6 +516,20 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
             assert ours[f"{side}_reward_mean"].value == pytest.approx(value, rel=1e-5)
 
 
+def test_kto_reads_mismatched_replies_once_and_without_a_gradient(tiny_model):
+    learner, read = make_learner(tiny_model, algorithm="kto"), {True: 0, False: 0}
+
+    def count(module, args):
+        read[torch.is_grad_enabled()] += args[0].numel()
+
+    learner.policy.hf.get_input_embeddings().register_forward_pre_hook(count)
+    rows = [{"prompt": p, "completion": p * 3, "label": p != "2"} for p in ("1", "2", "333")]
+    samples = row_samples(learner.config, tiny_model, rows)
+    gradients(learner, samples)
+    trained, others = (sum(len(s.token_ids) - 1 for s in samples[i::2]) for i in (0, 1))
+    assert read == {True: trained, False: others}
+
+
 def test_a_pair_computes_its_prompt_once(tiny_model):
     learner = make_learner(tiny_model)
     rows = [

@@ -76,10 +76,12 @@ def mfu(learner: Learner, work: float, seconds: float, peak: float | None) -> di
     if peak is None or learner.config.learner.dtype == "float32":
         return {}
     parameters = active_parameters(learner.policy.hf)
-    forwards = learner.algorithm.is_rl and learner.updates_per_step > 1
-    forwards += learner.algorithm.needs_reference + (learner.algorithm.objective == "kto")
+    # The policy reads half of KTO's samples without a gradient, and half with one.
+    share = 0.5 if learner.algorithm.objective == "kto" else 1.0
+    forwards = float(learner.algorithm.is_rl and learner.updates_per_step > 1)
+    forwards += learner.algorithm.needs_reference + (1 - share)
     backward = 2 if learner.adapter else 4  # Frozen weights have no gradient.
-    passes = 2 * forwards + (2 + backward) * learner.config.learner.epochs
+    passes = 2 * forwards + (2 + backward) * learner.config.learner.epochs * share
     flops = passes * parameters + 2 * read_parameters(learner)
     return {"mfu": Mean(flops * work / (seconds * peak * learner.ranks.size))}
 
