@@ -4,6 +4,7 @@ after, for three seeds.
     python scripts/curves_real.py instructions          # one or several of CURVES; --seeds 0,1,2
     python scripts/curves_real.py instructions_random   # the control: rewards are drawn at random
     python scripts/curves_real.py distilled dpo rm      # from the run `instructions` of a seed
+    python scripts/curves_real.py clues --second models/gemma3      # two models in one run
 
 --model is a folder or a hub name, SmolLM2-135M-Instruct by default. A curve that was interrupted
 continues from its last checkpoint. The runs are in runs/real/NAME_SEED, figures in figures.json.
@@ -17,6 +18,7 @@ import random
 import resource
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +80,59 @@ def reward_fn(completion, answer):
     return numeric(completion, answer)
 """
 
+# Bob describes a word that Alice has to find among four. Her model is not tuned to follow
+# instructions, so that her chat template begins with examples.
+CLUES = """
+import random
+
+KINDS = '''dog horse cat cow duck rabbit tiger whale
+lemon bread cheese apple soup rice carrot cake
+hammer saw knife scissors needle spoon ladder broom
+rain snow wind storm sun moon fog ice
+piano drum guitar violin flute trumpet bell harp
+shirt shoe hat coat sock glove scarf belt
+car train ship bicycle bus plane truck boat
+river mountain forest desert island lake beach valley'''
+
+
+def load_tasks(split):
+    kinds = [line.split() for line in KINDS.splitlines()]
+    kinds = [kind[:6] if split == "train" else kind[6:] for kind in kinds]
+    rng, rows = random.Random(0), {}
+    while len(rows) < (400 if split == "train" else 64):
+        words = [rng.choice(kind) for kind in rng.sample(kinds, 4)]
+        rows[" ".join(words)] = {"prompt": "Go.", "word": words[0], "words": sorted(words)}
+    return list(rows.values())
+
+
+async def rollout(task, actors):
+    word, words = task.row["word"], task.row["words"]
+    question = f'What is a {word}? Reply in one short sentence. Do not say "{word}".'
+    hint = await actors["bob"].respond(question)
+    clue = " ".join(hint.text.split())
+    guess = await actors["alice"].respond(f"Clue: {clue}\\nWords: {', '.join(words)}")
+    has_won = float(word not in clue.lower() and guess.text.strip() == word)
+    return [hint.trajectory(reward=has_won), guess.trajectory(reward=has_won)]
+"""
+EXAMPLES = """{{ bos_token }}Clue: It is a small insect that makes honey.
+Words: bee, chair, doctor, window
+Word: bee
+Clue: It has pages that people read.
+Words: autumn, book, candle, garden
+Word: book
+Clue: Somebody who helps you when you are ill.
+Words: chair, cherry, doctor, window
+Word: doctor
+Clue: It is a sweet red fruit.
+Words: cherry, engine, king, winter
+Word: cherry
+Clue: You sit on it at a table.
+Words: bee, chair, king, window
+Word: chair
+{% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] }}
+{% else %}{{ message['content'] }}
+{% if not loop.last or add_generation_prompt %}Word:{% endif %}{% endif %}{% endfor %}"""
+
 
 def products(_: Path) -> tuple[list, list]:
     """Rows of products of two digits and one, to train and held out."""
@@ -135,8 +190,11 @@ def pairs(source: Path) -> tuple[list, list]:
 class Curve:
     """Settings of one run."""
 
-    env: str = ""  # A file of envs/.
+    env: str = ""  # A file of envs/, or the name of `text`.
+    text: str = ""  # An environment that is not in envs/.
     flags: str  # {source} is the seed's run `instructions`.
+    actors: str = "--model {model}"
+    actor: str = "policy"  # Its rewards are read. Actors of a team have the same.
     rows: Callable[[Path], tuple[list, list]] | None = None  # Default: the environment's.
     more: str = ""  # Text at the end of a copy of the environment's file.
 
@@ -179,6 +237,16 @@ CURVES = {
         flags=f'{GROUPS} --max_prompt_tokens 112 --max_tokens 20 --sampling.stop ["="] '
         "--num_steps 15 --eval_every 15 --optim.lr 2e-5",
     ),
+    "clues": Curve(
+        env="clues",
+        text=CLUES,
+        actor="bob",
+        actors="--actors.bob.model {model} --actors.alice.model {second} "
+        "--actors.alice.chat_template {folder}/examples.jinja --actors.alice.max_tokens 5 "
+        '--actors.alice.sampling.stop ["\\n"]',
+        flags=f"{GROUPS} --max_prompt_tokens 224 --max_tokens 20 --num_steps 14 --eval_every 14 "
+        "--optim.lr 2e-5",
+    ),
     "dpo": Curve(rows=pairs, flags=PAIRS + "dpo"),
     "rm": Curve(rows=pairs, flags=PAIRS + "rm"),
 }
@@ -187,23 +255,24 @@ CURVES = {
 def env_path(curve: Curve, folder: Path) -> str:
     """The environment's file, or a copy with more at its end."""
     path = ROOT / f"envs/{curve.env}.py"
-    if not curve.more:
+    if not curve.more and not curve.text:
         return str(path)
     copy = folder / f"{curve.env}.py"
-    copy.write_text("import zlib\n" + path.read_text() + curve.more)
+    copy.write_text("import zlib\n" + (curve.text or path.read_text()) + curve.more)
     return str(copy)
 
 
-def measure(name: str, seed: int, model: str, num_eval: int) -> dict:
+def measure(name: str, seed: int, args: Namespace) -> dict:
     """CPU seconds of this process's children, rewards by step, held-out scores by step. Of pairs,
     the share that is ranked rightly instead."""
     curve, folder = CURVES[name], ROOT / f"runs/real/{name}_{seed}"
     source = ROOT / f"runs/real/instructions_{seed}/rl"
     folder.mkdir(parents=True, exist_ok=True)
-    flags = f"--model {model} --out {folder}/rl --seed {seed} {COMMON} {curve.flags} "
-    flags = flags.format(source=source)
+    (folder / "examples.jinja").write_text(EXAMPLES)
+    flags = f"{curve.actors} --out {folder}/rl --seed {seed} {COMMON} {curve.flags} "
+    flags = flags.format(source=source, folder=folder, model=args.model, second=args.second)
     if curve.env:
-        flags += f"--env_path {env_path(curve, folder)} --eval.num_tasks {num_eval} "
+        flags += f"--env_path {env_path(curve, folder)} --eval.num_tasks {args.num_eval} "
     if curve.rows:
         for split, rows in zip(("train", "eval"), curve.rows(source), strict=True):
             write_rows(folder / f"{split}.jsonl", rows)
@@ -213,11 +282,11 @@ def measure(name: str, seed: int, model: str, num_eval: int) -> dict:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(f"-m rl_core.train {flags}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    prefix = f"eval/{curve.env}/"
+    prefix = f"eval/{curve.env}/" + f"{curve.actor}/" * (curve.actor != "policy")
     keys = {"greedy": f"{prefix}greedy_score", "sampled": f"{prefix}avg@4"}
     if curve.is_control:
         keys = {kind: f"{prefix}{kind}_true_reward" for kind in keys}
-    keys["reward"] = "rollout/policy/reward_mean"
+    keys["reward"] = f"rollout/{curve.actor}/reward_mean"
     if not curve.env:
         keys = {"reward": "learn/policy/accuracy", "sampled": "eval/accuracy"}
     rows = read_metrics(folder / "rl")
@@ -229,6 +298,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("names", nargs="+", choices=CURVES, metavar="NAME", help=", ".join(CURVES))
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--second", default="google/gemma-3-270m", help="second model of `clues`")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--num_eval", type=int, default=64, help="held-out tasks")
     args = parser.parse_args()
@@ -237,7 +307,7 @@ def main() -> int:
     has_failed = False
     for name in args.names:
         for seed in args.seeds.split(","):
-            figures = measure(name, int(seed), args.model, args.num_eval)
+            figures = measure(name, int(seed), args)
             results[f"{name}_{seed}"] = figures
             write_json(path, results)
             first, last = figures["sampled"][0], figures["sampled"][-1]
