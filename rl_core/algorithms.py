@@ -241,6 +241,12 @@ def cispo_loss(
     return -bounded * advantages * logprobs, bounded != ratio
 
 
+def dro_loss(beta: float, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """[M] -(A logprob - beta/2 log_ratio^2) per token: a quadratic penalty in place of bounds (DRO,
+    Richemond et al. 2024, arXiv:2405.19107, with the advantage as reward less value)."""
+    return beta / 2 * log_ratio.square() - advantages * logprobs
+
+
 # (algorithm, logprobs, log_ratio, advantages), all [M] -> ([M] losses to minimise, [M] bool whether
 # a bound decides), with the ratio of new to old probabilities.
 OBJECTIVES = {"clip": clipped_loss, "gspo": clipped_loss, "cispo": cispo_loss}
@@ -267,9 +273,12 @@ def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
     return sums[batch.sequences]
 
 
-def sequence_mean(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[M] for each token the mean of its sequence's values."""
-    return sequence_sums(values, batch) / sequence_sums(values.new_ones(len(values)), batch)
+def sequence_mean(values: Tensor, batch: PackedBatch, weights: Tensor | None = None) -> Tensor:
+    """[M] for each token the mean of its sequence's values; 0 where all weights are 0."""
+    if weights is None:
+        return sequence_sums(values, batch) / sequence_sums(values.new_ones(len(values)), batch)
+    totals = sequence_sums(weights, batch)
+    return sequence_sums(weights * values, batch) / totals.where(totals != 0, 1)
 
 
 def loss_denominator(kind: str, num_tokens: int, num_sequences: int, max_tokens: int) -> int:
@@ -329,12 +338,15 @@ def token_losses(
     return losses, is_clipped
 
 
-def policy_losses(a: Algorithm, batch: PackedBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """([M] losses of the objective with its correction, [M] bool whether a bound decides)."""
+def policy_losses(
+    a: Algorithm, batch: PackedBatch, logprobs: Tensor, ratio_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """([M] losses of the objective with its correction, [M] bool whether a bound decides).
+    `ratio_weights` [M]: weights of tokens in the ratio of their sequence; default: equal."""
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     log_ratio = logprobs - old
     if a.objective in OF_SEQUENCE:
-        log_ratio = sequence_mean(log_ratio, batch)
+        log_ratio = sequence_mean(log_ratio, batch, ratio_weights)
     losses, is_clipped = OBJECTIVES[a.objective](a, logprobs, log_ratio, batch.advantages)
     if a.importance_correction != "none":
         losses = losses * correction_weights(a, old, batch)

@@ -5,8 +5,9 @@ y = W x + alpha/rank B A x, as Punica (Chen et al. 2023, arXiv:2310.18547) and S
 Legend: n rows in a forward, S new tokens of each, I and O widths of a layer, R ranks of all
 adapters together, K adapters.
 
-Every row is multiplied with all adapters. Between the two products the parts of other adapters are
-set to 0. A run has few adapters, so this is less work than gathering matrices for each row.
+Rows of one adapter are multiplied with it. Otherwise every row is multiplied with all adapters, and
+between the two products the parts of other adapters are set to 0. A run has few adapters, so this
+is less work than gathering matrices for each row.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class AdapterTable:
         self.owners = torch.tensor(owners, device=model.device)  # [R] number of the adapter
         # A [R, I] and scaled, transposed B [R, O].
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.others: Tensor | None = None  # [n, 1, R] ranks of other adapters in a forward
+        self.head = ""  # Name of the head, if it has adapters.
+        self.used = slice(0, 0)  # Ranks of the adapters in a forward.
+        self.others: Tensor | None = None  # [n, 1, R] ranks of other adapters; None if all are used
 
     @torch.no_grad()
     def load(self, name: str, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -65,26 +68,41 @@ class AdapterTable:
         a_RI = module.weight.new_zeros(num_ranks, module.in_features)
         b_RO = module.weight.new_zeros(num_ranks, module.out_features)
         self.layers[layer] = a_RI, b_RO
-        module.register_forward_hook(partial(self.add_products, layer))
+        if module is self.model.get_output_embeddings():
+            self.head = layer
+        else:
+            module.register_forward_hook(partial(self.add_products, layer))
 
     @contextmanager
     def of_rows(self, names: list[str]) -> Iterator[None]:
         """Inside, row i of a forward uses the adapter names[i]."""
-        rows = torch.tensor([[[self.numbers[name]]] for name in names])
-        device = self.owners.device
-        self.others = rows.to(device, non_blocking=device.type == "cuda") != self.owners
+        if len(set(names)) == 1:
+            self.used = self.spans.get(names[0], slice(0, 0))
+        else:
+            self.used = slice(0, len(self.owners))
+            rows = torch.tensor([[[self.numbers[name]]] for name in names])
+            device = self.owners.device
+            self.others = rows.to(device, non_blocking=device.type == "cuda") != self.owners
         try:
             yield
         finally:
-            self.others = None
+            self.used, self.others = slice(0, 0), None
 
     def add_products(self, layer: str, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
         """Adds B A x to the layer's output."""
-        if self.others is None:
+        if self.used.start == self.used.stop:
             return
-        a_RI, b_RO = self.layers[layer]
-        inner = F.linear(args[0], a_RI).masked_fill_(self.others, 0)  # [n, S, R]
+        a_RI, b_RO = (factor[self.used] for factor in self.layers[layer])
+        inner = F.linear(args[0], a_RI)  # [n, S, R]
+        if self.others is not None:
+            inner.masked_fill_(self.others, 0)
         out.view(-1, out.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), b_RO)
+
+    def head_products(self, hidden: Tensor, logits: Tensor) -> None:
+        """Adds B A x of the head to logits [n, V], which engines compute without its module."""
+        if self.head:
+            module = self.model.get_submodule(self.head)
+            self.add_products(self.head, module, (hidden[:, None],), logits)
 
 
 def arriving_adapter(

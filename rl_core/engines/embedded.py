@@ -302,6 +302,13 @@ class EmbeddedEngine(Engine):
                 load_weights(self.model, weights)
             self.version = version
 
+    async def load_adapter(self, weights: Iterable[tuple[str, Tensor]], *, adapter: str) -> None:
+        """Replaces an adapter that no request uses, while requests with others run."""
+        used = {request.adapter for request in (*self._waiting, *self._active)}
+        assert self._adapters is not None and adapter not in used, adapter
+        self._adapters.load(adapter, weights)
+        self.adapter_versions[adapter] = self.adapter_versions.get(adapter, 0) + 1
+
     async def sleep(self) -> None:
         """Frees the memory of the cache, of all sessions and, if they are offloaded, of the
         weights; see Engine."""
@@ -657,6 +664,9 @@ class EmbeddedEngine(Engine):
         bits = [request.random_bits(RANDOM_BITS) for request in requests]
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
         logits = self._slots.logits(hidden)
+        if self._adapters is not None:
+            with self._using_adapters(requests):
+                self._adapters.head_products(hidden, logits)
         if any(request.matcher for request in requests):
             from rl_core.engines.grammars import masked_logits
 

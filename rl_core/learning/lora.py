@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 Parts = Sequence[str]  # Of a model that sees: vision, projector, language.
 LANGUAGE = ("language",)
-EXPERTS = "experts"  # A target in addition to linear layers.
+EXPERTS = "experts"  # Targets in addition to linear layers.
+HEAD = "head"  # Not of the flag: exports with the adapter merged would lose it.
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 # Model types for which peft refuses out_proj.
 STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -114,7 +115,7 @@ def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
     names = split(lora.targets)
     if "all-linear" in names:
         names = [*sorted(map(last_name, layers)), *names]
-    return [name for name in dict.fromkeys(names) if name not in ("all-linear", EXPERTS)]
+    return [name for name in dict.fromkeys(names) if name not in ("all-linear", EXPERTS, HEAD)]
 
 
 def has_experts(lora: LoraConfig) -> bool:
@@ -155,11 +156,12 @@ class AdapterPolicy(Policy):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         super().__init__(hf, **settings)
-        self.is_served = is_served
+        self.is_served, self.active = is_served, ""
         self.adapters = {n: peft_config(lora, hf, path, parts) for n, (lora, _) in adapters.items()}
         with warnings.catch_warnings():
             # The second actor's adapter is intended.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             for name, config in self.adapters.items():
                 peft.inject_adapter_in_model(config, hf, name)
         for name in adapters:
@@ -167,6 +169,7 @@ class AdapterPolicy(Policy):
                 parameter.data = torch.zeros(parameter.shape, device=parameter.device)
                 parameter.requires_grad_(True)  # Versions of peft differ for a second adapter.
         self.layers = [m for m in hf.modules() if isinstance(m, BaseTunerLayer)]
+        self.of_head: set[str] = set()  # Adapters with a product of the head that is not 0.
 
     def forward(
         self,
@@ -182,7 +185,21 @@ class AdapterPolicy(Policy):
             layer._disable_adapters = not adapter
             if adapter:
                 layer._active_adapter = adapter
+        self.active = adapter
         return super().forward(batch, temperature, adapter, outputs)
+
+    def head_weight(self, weight_VD: Tensor) -> Tensor:
+        """The head's weight with the product of the active adapter."""
+        if self.active not in self.of_head:
+            return weight_VD
+        head, name = cast("LoraLayer", self.hf.get_output_embeddings()), self.active
+        a_RD, b_VR = head.lora_A[name].weight, head.lora_B[name].weight
+        return weight_VD + (head.scaling[name] * (b_VR @ a_RD)).to(weight_VD.dtype)
+
+    def set_scaling(self, adapter: str, scaling: float) -> None:
+        """Sets the factor of an adapter's products."""
+        for layer in self.layers:
+            cast("LoraLayer", layer).scaling[adapter] = scaling
 
     @property
     def is_quantized(self) -> bool:
@@ -235,6 +252,9 @@ def peft_config(
         # Excludes the rest of a multimodal model.
         inside = next(name for name, module in model.named_modules() if module is text)
         exclude = rf"(?!{inside}\.).*"
+    if HEAD in split(lora.targets):
+        head = model.get_output_embeddings()
+        names += [last_name(name) for name, module in model.named_modules() if module is head]
     return peft.LoraConfig(
         exclude_modules=exclude,
         r=lora.rank,

@@ -156,11 +156,16 @@ class Policy(nn.Module):
             scores = scores_of(self.hf, hidden_MD)
             return scores, torch.zeros_like(scores)
         hidden_MD, weight, temperature, cap = head_factors(self.hf, hidden_MD, temperature)
+        weight = self.head_weight(weight)
         compute = self.logprobs
         if labels.ndim == 2:
             assert self.support_logprobs is not None
             compute = self.support_logprobs
         return compute(hidden_MD, weight, labels, temperature, cap, self.logprob_kernel)
+
+    def head_weight(self, weight_VD: Tensor) -> Tensor:
+        """The head's weight in this forward."""
+        return weight_VD
 
     @property
     def is_scoring(self) -> bool:

@@ -42,6 +42,7 @@ COMMANDS = {
     "plot": "draw a run's curves as a PNG",
     "serve": "host environments over gRPC, for runs on other machines",
     "service": "list workers and sessions of such a service, end sessions, drain a worker",
+    "tinker": "train and sample for programs of the tinker client, on this machine",
     "rescore": (
         "rewards of stored episodes by a changed environment file: what changes, for replay, plot "
         "and view"

@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 FLOORS = """
 types flags algorithms errors json_limits scratch http_guard distributed metrics config sandbox
 data models sampling environments rewards data.tasks data.warnings plugin models.parallel learning engines run
-environments.service run.plan learners actors engines.engine_ranks trainer tools.viewer tools.api
-train tools
+environments.service run.plan learners actors engines.engine_ranks trainer tinker tools.viewer
+tools.api train tools
 """.split()
 # Room -> higher rooms whose classes its annotations may name, imported under `if TYPE_CHECKING`.
 TYPES_FROM_ABOVE = {

@@ -1,0 +1,267 @@
+"""The HTTP server that the tinker client 0.38.0 talks to. docs/tinker.md
+
+A request of a model or a sampler is answered with a promise, whose result the client polls for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from rl_core.http_guard import (
+    MAX_STRANGERS,
+    GuardedConnection,
+    HttpError,
+    HttpServer,
+    is_key,
+    read_body,
+    read_json,
+)
+from rl_core.tinker.multi_lora import MultiLora
+from rl_core.tinker.queue import Promise
+from rl_core.tinker.tenants import Tenants
+from rl_core.tinker.wire import (
+    PROTOBUF,
+    CreateModel,
+    LoadWeights,
+    OfModel,
+    OptimStep,
+    R,
+    Retrieve,
+    Sample,
+    SamplingSession,
+    SaveForSampler,
+    SaveWeights,
+    Session,
+    read_forward_backward,
+    read_request,
+)
+from rl_core.types import JSONObject
+
+MAX_BODY_BYTES = 64 << 20
+MAX_CONNECTIONS = 2048  # Of a key.
+KEEP_ALIVE_S = 60.0  # Seconds between signs of life to other ranks.
+# Flags that the client asks for. Others keep the client's defaults.
+CLIENT_CONFIG = {"sample_max_concurrent_requests": 512, "fwdbwd_max_chunk_len": 1024}
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+TENANT = web.RequestKey("tenant", str)
+
+
+class TinkerServer:
+    def __init__(self, tenants: Tenants, keys: dict[str, str]):
+        """`keys`: of each tenant."""
+        self.tenants, self.keys = tenants, keys
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.identify])
+        t = tenants
+        app.add_routes(
+            [
+                self.post("client/config", self.client_config),
+                self.post("client/dynamic_config", self.dynamic_config),
+                self.post("telemetry", self.telemetry),
+                self.get("healthz", self.health),
+                self.get("get_server_capabilities", self.capabilities),
+                self.post("create_session", self.create_session),
+                self.post("session_heartbeat", self.heartbeat),
+                self.post("sessions/{session_id}/finish", self.finish_session),
+                self.post("get_info", self.info),
+                self.post("unload_model", self.unload),
+                self.post("create_model", self.promised(CreateModel, t.create_model)),
+                self.post("forward_backward", self.forward_backward),
+                self.post("optim_step", self.promised(OptimStep, t.optim_step)),
+                self.post("save_weights", self.promised(SaveWeights, t.save_weights)),
+                self.post("load_weights", self.promised(LoadWeights, t.load_weights)),
+                self.post(
+                    "save_weights_for_sampler", self.promised(SaveForSampler, t.save_for_sampler)
+                ),
+                self.post("weights_info", self.weights_info),
+                self.post("create_sampling_session", self.create_sampler),
+                self.get("samplers/{sampler_id}", self.sampler),
+                self.post("asample", self.promised(Sample, t.sample)),
+                self.post("retrieve_future", self.retrieve),
+                self.post("cancel_future", self.cancel),
+                web.route("*", "/{path:.*}", self.not_built),
+            ]
+        )
+        self.http = HttpServer(app, max_strangers=MAX_STRANGERS, max_per_key=MAX_CONNECTIONS)
+
+    @staticmethod
+    def post(path: str, handler: Handler) -> web.RouteDef:
+        return web.post(f"/api/v1/{path}", handler)
+
+    @staticmethod
+    def get(path: str, handler: Handler) -> web.RouteDef:
+        return web.get(f"/api/v1/{path}", handler)
+
+    @web.middleware
+    async def identify(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Notes the tenant of the request's key."""
+        given, tenant = request.headers.get("X-API-Key", ""), ""
+        for name, key in self.keys.items():
+            if is_key(given, key):
+                tenant = name
+        if not tenant:
+            raise HttpError(401, "the key in TINKER_API_KEY is not one of this server's")
+        assert isinstance(request.protocol, GuardedConnection)
+        self.http.limits.admit(request.protocol, tenant)
+        request[TENANT] = tenant
+        try:
+            return await handler(request)
+        except ValueError as error:
+            raise HttpError(422, str(error)) from None
+
+    def promised(
+        self, kind: type[R], submit: Callable[[str, R], Promise]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """The handler of requests with a promise."""
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            asked = read_request(kind, await read_json(request))
+            return answer(submit(request[TENANT], asked))
+
+        return handler
+
+    async def forward_backward(self, request: web.Request) -> web.StreamResponse:
+        if request.content_type != PROTOBUF:
+            raise HttpError(415, f"forward_backward reads {PROTOBUF}, as tinker 0.38.0 sends it")
+        body = await read_body(request)
+        asked = read_forward_backward(body)
+        return answer(self.tenants.forward_backward(request[TENANT], asked, body))
+
+    async def client_config(self, request: web.Request) -> web.StreamResponse:
+        await read_body(request)
+        return web.json_response(CLIENT_CONFIG)
+
+    async def dynamic_config(self, request: web.Request) -> web.StreamResponse:
+        await read_body(request)
+        return web.json_response(DYNAMIC_CONFIG)
+
+    async def telemetry(self, request: web.Request) -> web.StreamResponse:
+        """Events may have the headers of a request, and with them the key: they are dropped."""
+        await read_body(request)
+        return web.json_response({"status": "accepted"})
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok"})
+
+    async def capabilities(self, request: web.Request) -> web.StreamResponse:
+        model = {
+            "model_name": self.tenants.model,
+            "max_context_length": self.tenants.lora.max_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return web.json_response({"supported_models": [model]})
+
+    async def create_session(self, request: web.Request) -> web.StreamResponse:
+        await read_json(request)
+        session = self.tenants.create_session(request[TENANT])
+        message = "saved weights stay until you delete them: ttl_seconds is ignored"
+        return web.json_response(
+            {"type": "create_session", "session_id": session.id, "info_message": message}
+        )
+
+    async def heartbeat(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(Session, await read_json(request))
+        self.tenants.session(request[TENANT], asked.session_id)
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: web.Request) -> web.StreamResponse:
+        await read_body(request)
+        session = self.tenants.session(request[TENANT], request.match_info["session_id"])
+        self.tenants.end_session(session)
+        return web.json_response({})
+
+    async def info(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(OfModel, await read_json(request))
+        return web.json_response(self.tenants.info(request[TENANT], asked.model_id))
+
+    async def unload(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(OfModel, await read_json(request))
+        tenant = request[TENANT]
+        self.tenants.unload(self.tenants.find_model(tenant, asked.model_id))
+        promise = self.tenants.promises.add(tenant, f"{asked.model_id}:unload")
+        promise.resolve({"type": "unload_model", "model_id": asked.model_id})
+        return answer(promise)
+
+    async def weights_info(self, request: web.Request) -> web.StreamResponse:
+        path = (await read_json(request)).get("tinker_path", "")
+        saved = self.tenants.saved_facts
+        _, facts = await asyncio.to_thread(saved, request[TENANT], str(path))
+        lora = facts["lora"]
+        parts = {name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")}
+        return web.json_response(
+            {"base_model": facts["base_model"], "is_lora": True, "lora_rank": lora["rank"], **parts}
+        )
+
+    async def create_sampler(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(SamplingSession, await read_json(request))
+        create = self.tenants.create_sampler
+        entry = await asyncio.to_thread(create, request[TENANT], asked)
+        return web.json_response(
+            {"type": "create_sampling_session", "sampling_session_id": entry.id}
+        )
+
+    async def sampler(self, request: web.Request) -> web.StreamResponse:
+        entry = self.tenants.find_sampler(request[TENANT], request.match_info["sampler_id"])
+        facts: JSONObject = {"sampler_id": entry.id, "base_model": self.tenants.model}
+        return web.json_response(facts | {"model_path": entry.path or None})
+
+    async def retrieve(self, request: web.Request) -> web.StreamResponse:
+        asked = read_request(Retrieve, await read_json(request))
+        promises = self.tenants.promises
+        result = await promises.wait(promises.find(request[TENANT], asked.request_id))
+        if isinstance(result, bytes):
+            return web.Response(body=result, content_type=PROTOBUF)
+        return web.json_response(result)
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """Cancels samples. Other requests run: those behind them wait for them."""
+        asked = read_request(Retrieve, await read_json(request))
+        promise = self.tenants.promises.find(request[TENANT], asked.request_id)
+        if promise.task is not None:
+            promise.task.cancel()
+        return web.json_response({})
+
+    async def not_built(self, request: web.Request) -> web.StreamResponse:
+        raise HttpError(
+            404,
+            f"{request.method} {request.path[:100]} is not built: this server trains, samples and "
+            "saves, and has no management API; saved weights are folders (docs/tinker.md)",
+        )
+
+
+def answer(promise: Promise) -> web.Response:
+    return web.json_response({"request_id": promise.request_id, **promise.facts})
+
+
+async def serve(
+    tenants: Tenants, lora: MultiLora, keys: dict[str, str], host: str, port: int
+) -> None:
+    """Serves until SIGINT or SIGTERM. Raises OSError."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = TinkerServer(tenants, keys)
+    await tenants.sampler.start()
+    working = asyncio.create_task(tenants.turns.work())
+    port = await server.http.listen(host, port)
+    print(f"TINKER_BASE_URL=http://{host}:{port}", flush=True)
+    for name, key in keys.items():
+        print(f"TINKER_API_KEY={key}  # {name}", flush=True)
+    while not stopped.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), KEEP_ALIVE_S)
+        if lora.ranks.size > 1 and not stopped.is_set():
+            run = tenants.turns.thread.submit(lora.call, "keep_alive")
+            await asyncio.wrap_future(run)
+    working.cancel()
+    await server.http.close()
+    await asyncio.to_thread(tenants.sampler.close)
+    tenants.turns.thread.shutdown()
+    if lora.ranks.size > 1:
+        lora.call("end")

@@ -1,0 +1,481 @@
+"""Tenants, their sessions, models and saved weights; what each request of the client does.
+
+A tenant is a key. It reaches its own sessions, models, futures and folder alone. Ids begin with a
+session's, which is random.
+
+OUT/keys                                    tenant, a space, its key
+OUT/TENANT/SESSION:train:0/weights/NAME     tinker://SESSION:train:0/weights/NAME
+                          /sampler_weights/NAME
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from safetensors import torch as safetensors
+
+from rl_core.http_guard import HttpError
+from rl_core.tinker.multi_lora import ADAPTER, SCRATCH, MultiLora, read_facts
+from rl_core.tinker.queue import Lane, Promise, Promises, Refused, Result, Turns
+from rl_core.tinker.sampler import Sampler, Snapshot
+from rl_core.tinker.wire import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    Lora,
+    OfModel,
+    OptimizerChoice,
+    OptimStep,
+    Sample,
+    SamplingSession,
+    SaveForSampler,
+    SaveWeights,
+    sample_response,
+)
+from rl_core.types import JSONObject, counter_seed
+
+TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
+PATH = re.compile(
+    r"tinker://([0-9a-f-]{36}:train:\d{1,19})/(weights|sampler_weights)/"
+    r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})"
+)
+MAX_SESSIONS = 1000  # Of a tenant; the one silent for longest ends.
+SILENT_S = 300.0  # A session without a heartbeat for so long leaves its models to others.
+MAX_SAMPLES = 16384  # Sequences of a tenant that wait.
+RESTARTED = "the server restarted, or the session ended: begin a new session from saved weights"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Session:
+    id: str
+    tenant: str
+    heard_s: float = field(default_factory=time.monotonic)
+    samplers: dict[str, SamplerEntry] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class SamplerEntry:
+    """A sampling session."""
+
+    id: str
+    path: str = ""  # Saved weights; "": a snapshot, or the base model.
+    is_base: bool = False
+    known: dict[int, Promise] = field(default_factory=dict)  # By seq_id.
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Model:
+    id: str
+    session: Session
+    learner: str
+    lane: Lane
+    lora: Lora
+
+
+def read_keys(file: Path, names: list[str]) -> dict[str, str]:
+    """Tenant -> its key. New tenants get one. Raises ValueError for a wrong name or file."""
+    keys: dict[str, str] = {}
+    if file.exists():
+        for line in file.read_text().splitlines():
+            name, _, key = line.partition(" ")
+            keys[name] = key.strip()
+    for name in names:
+        keys.setdefault(name, f"tml-{secrets.token_urlsafe(32)}")
+    for name, key in keys.items():
+        if not TENANT.fullmatch(name) or not key.startswith("tml-"):
+            raise ValueError(f"{file}: a line is a name of [a-z0-9_-], a space and a key tml-...")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "w") as opened:
+        opened.writelines(f"{name} {key}\n" for name, key in keys.items())
+    return keys
+
+
+def folder_of(out: Path, tenant: str, path: str) -> Path:
+    """The folder of saved weights. Raises ValueError for a path that is none."""
+    parts = PATH.fullmatch(path)
+    if parts is None:
+        raise ValueError(f"path={path[:200]} must be tinker://MODEL_ID/weights/NAME")
+    return out.joinpath(tenant, *parts.groups())
+
+
+class Tenants:
+    def __init__(self, lora: MultiLora, sampler: Sampler, model: str, out: Path):
+        self.lora, self.sampler, self.model, self.out = lora, sampler, model, out
+        self.promises = Promises()
+        self.turns = Turns(self.promises, self.drop_gradients)
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.logprob_lanes: dict[str, Lane] = {}  # By tenant.
+        self.num_sampling: dict[str, int] = {}  # Tenant -> sequences.
+
+    def call(self, method: str, *arguments, **named) -> Any:
+        return self.lora.call(method, *arguments, **named)
+
+    # Sessions
+
+    def create_session(self, tenant: str) -> Session:
+        own = [session for session in self.sessions.values() if session.tenant == tenant]
+        if len(own) >= MAX_SESSIONS:
+            self.end_session(min(own, key=lambda session: session.heard_s))
+        session = Session(id=str(uuid4()), tenant=tenant)
+        self.sessions[session.id] = session
+        return session
+
+    def session(self, tenant: str, session_id: str) -> Session:
+        """Raises HttpError 410 for an unknown one: the client's heartbeat ends."""
+        session = self.sessions.get(session_id)
+        if session is None or session.tenant != tenant:
+            raise HttpError(410, f"no such session: {RESTARTED}")
+        session.heard_s = time.monotonic()
+        return session
+
+    def end_session(self, session: Session) -> None:
+        for model in [m for m in self.models.values() if m.session is session]:
+            self.unload(model)
+        for entry in session.samplers.values():
+            for promise in entry.known.values():
+                if promise.task is not None:
+                    promise.task.cancel()
+        self.sampler.drop(session.id)
+        self.sessions.pop(session.id, None)
+
+    # Models
+
+    def find_model(self, tenant: str, model_id: str) -> Model:
+        model = self.models.get(model_id)
+        if model is None or model.session.tenant != tenant:
+            raise HttpError(404, f"no such model: {RESTARTED}")
+        model.session.heard_s = time.monotonic()
+        return model
+
+    def unload(self, model: Model) -> None:
+        self.turns.drop(model.lane, "the model was unloaded")
+        self.models.pop(model.id, None)
+
+    def drop_gradients(self, lane: Lane) -> None:
+        for model in list(self.models.values()):
+            if model.lane is lane:
+                self.call("drop_gradients", name=model.learner)
+
+    def add_model(self, session: Session, number: int, lora: Lora) -> Model:
+        """A model with a free learner. Raises Refused if there is none."""
+        used = {model.learner for model in self.models.values()}
+        free = [name for name in self.lora.learners if name not in used and name != SCRATCH]
+        if not free:
+            oldest = min(self.models.values(), key=lambda model: model.session.heard_s)
+            if time.monotonic() - oldest.session.heard_s < SILENT_S:
+                raise Refused(
+                    f"all {len(used)} models of this server are in use (--max_models); end another "
+                    "session, or unload a model"
+                )
+            self.unload(oldest)
+            free = [oldest.learner]
+        model_id = f"{session.id}:train:{number}"
+        lane = Lane(tenant=session.tenant, next_id=0)
+        model = Model(id=model_id, session=session, learner=free[0], lane=lane, lora=lora)
+        self.models[model_id] = model
+        return model
+
+    def begin_model(
+        self,
+        tenant: str,
+        session_id: str,
+        number: int,
+        lora: Lora,
+        begin: Callable[[Model], Result],
+    ) -> Promise:
+        """The promise of request 0 of a model, which makes the model."""
+        session = self.session(tenant, session_id)
+        model = self.models.get(f"{session.id}:train:{number}")
+        if model is None:
+            try:
+                model = self.add_model(session, number, lora)
+            except Refused as error:
+                promise = self.promises.add(tenant, f"{session.id}:train:{number}:refused")
+                promise.fail(error)
+                return promise
+
+        def run() -> Result:
+            try:
+                return begin(model)
+            except Exception:
+                self.models.pop(model.id, None)
+                raise
+
+        return self.turns.submit(model.lane, 0, f"{model.id}:0", run)
+
+    def create_model(self, tenant: str, asked: CreateModel) -> Promise:
+        lora = asked.lora_config or Lora(rank=32)
+
+        def begin(model: Model) -> Result:
+            self.check_base(asked.base_model)
+            check_optimizer(asked.optimizer_config)
+            seed = counter_seed(model.id) if lora.seed is None else lora.seed
+            self.call("create", name=model.learner, lora=lora.model_dump(), seed=seed)
+            return {"type": "create_model", "model_id": model.id}
+
+        return self.begin_model(tenant, asked.session_id, asked.model_seq_id, lora, begin)
+
+    def check_base(self, base_model: str | None) -> None:
+        if base_model not in (None, self.model):
+            raise ValueError(f"base_model={base_model}: this server has {self.model}")
+
+    def info(self, tenant: str, model_id: str) -> JSONObject:
+        model = self.find_model(tenant, model_id)
+        is_folder = Path(self.model).is_dir()
+        data = {
+            "arch": self.lora.policy.hf.config.model_type,
+            "model_name": self.model,
+            "tokenizer_id": str(Path(self.model).resolve()) if is_folder else self.model,
+        }
+        return {
+            "type": "get_info",
+            "model_data": data,
+            "model_id": model.id,
+            "is_lora": True,
+            "lora_rank": model.lora.rank,
+            "model_name": self.model,
+            "optimizer_config": {"type": "adamw"},
+        }
+
+    def submit(
+        self, tenant: str, asked: OfModel, run: Callable[[Model], Result], **options
+    ) -> Promise:
+        model = self.find_model(tenant, asked.model_id)
+        if asked.seq_id < 1:
+            raise HttpError(400, "seq_id begins at 1")
+        request_id = f"{model.id}:{asked.seq_id}"
+        return self.turns.submit(
+            model.lane, asked.seq_id, request_id, lambda: run(model), **options
+        )
+
+    def forward_backward(self, tenant: str, asked: ForwardBackward, body: bytes) -> Promise:
+        kind = "" if asked.forward_only else "backward"
+        position = OfModel(model_id=asked.model_id, seq_id=asked.seq_id)
+
+        def run(model: Model) -> Result:
+            return self.call("forward_backward", name=model.learner, body=body)
+
+        return self.submit(tenant, position, run, kind=kind, size=len(body))
+
+    def optim_step(self, tenant: str, asked: OptimStep) -> Promise:
+        def run(model: Model) -> Result:
+            if asked.adam_params is None:
+                check_optimizer(asked.optimizer_params or OptimizerChoice())
+                raise ValueError("optim_step has no adam_params")
+            params = asked.adam_params.model_dump()
+            return self.call("optim_step", name=model.learner, params=params)
+
+        return self.submit(tenant, asked, run, kind="step")
+
+    # Saved weights
+
+    def save(self, model: Model, kind: str, name: str, may_replace: bool) -> str:
+        path = f"tinker://{model.id}/{kind}/{name}"
+        folder = folder_of(self.out, model.session.tenant, path)
+        if folder.exists() and not may_replace:
+            raise ValueError(f"{path} exists; give another name, or overwrite=True")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"base_model": self.model, "path": path}
+        self.call(
+            "save",
+            name=model.learner,
+            folder=str(folder),
+            facts=facts,
+            has_state=kind == "weights",
+        )
+        return path
+
+    def save_weights(self, tenant: str, asked: SaveWeights) -> Promise:
+        def run(model: Model) -> Result:
+            path = self.save(model, "weights", asked.path, asked.overwrite)
+            return {"type": "save_weights", "path": path}
+
+        return self.submit(tenant, asked, run)
+
+    def save_for_sampler(self, tenant: str, asked: SaveForSampler) -> Promise:
+        loop = asyncio.get_running_loop()
+
+        def run(model: Model) -> Result:
+            answer: JSONObject = {"type": "save_weights_for_sampler"}
+            if asked.path is not None:
+                return answer | {"path": self.save(model, "sampler_weights", asked.path, True)}
+            entry = SamplerEntry(id=f"{model.session.id}:sample:{asked.sampling_session_seq_id}")
+            if entry.id in model.session.samplers:
+                raise ValueError(
+                    f"sampling_session_seq_id {asked.sampling_session_seq_id} is taken"
+                )
+            weights = self.call("weights", name=model.learner)
+            work = self.sampler.add(entry.id, tenant, weights, model.lora)
+            asyncio.run_coroutine_threadsafe(work, loop).result()
+            model.session.samplers[entry.id] = entry
+            return answer | {"sampling_session_id": entry.id}
+
+        return self.submit(tenant, asked, run)
+
+    def load_weights(self, tenant: str, asked: LoadWeights) -> Promise:
+        def begin(model: Model) -> Result:
+            self.check_base(asked.base_model)
+            check_optimizer(asked.optimizer_config or OptimizerChoice())
+            folder = folder_of(self.out, tenant, asked.path)
+            if folder.parent.name != "weights":
+                raise ValueError(f"{asked.path} is for sampling; load the result of save_state()")
+            self.call("load", name=model.learner, folder=str(folder), has_optimizer=asked.optimizer)
+            model.lora = self.lora.loras[model.learner]
+            return {"type": "load_weights", "path": asked.path, "model_id": model.id}
+
+        if asked.model_id is not None:
+            position = OfModel(model_id=asked.model_id, seq_id=asked.seq_id)
+            return self.submit(tenant, position, begin)
+        if asked.session_id is None:
+            raise HttpError(400, "load_weights needs model_id or session_id")
+        return self.begin_model(tenant, asked.session_id, asked.model_seq_id, Lora(rank=1), begin)
+
+    def saved_facts(self, tenant: str, path: str) -> tuple[Path, JSONObject]:
+        """The folder and facts of saved weights of this base model. Raises ValueError."""
+        folder = folder_of(self.out, tenant, path)
+        facts = read_facts(folder, replace(self.lora.ranks, size=1))
+        self.check_base(facts["base_model"])
+        return folder, facts
+
+    # Samples
+
+    def create_sampler(self, tenant: str, asked: SamplingSession) -> SamplerEntry:
+        """Raises ValueError for weights that cannot be read."""
+        session = self.session(tenant, asked.session_id)
+        if asked.model_path:
+            self.saved_facts(tenant, asked.model_path)
+        else:
+            self.check_base(asked.base_model)
+        sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
+        entry = SamplerEntry(
+            id=sampler_id, path=asked.model_path or "", is_base=not asked.model_path
+        )
+        return session.samplers.setdefault(sampler_id, entry)
+
+    def find_sampler(self, tenant: str, sampler_id: str) -> SamplerEntry:
+        session = self.sessions.get(sampler_id.partition(":")[0])
+        if session is None or session.tenant != tenant or sampler_id not in session.samplers:
+            raise HttpError(404, f"no such sampling session: {RESTARTED}")
+        session.heard_s = time.monotonic()
+        return session.samplers[sampler_id]
+
+    async def snapshot_of(self, tenant: str, entry: SamplerEntry) -> Snapshot | None:
+        """The weights to sample with; None: the base model's. Saved ones are read again after they
+        made room for others. Raises ValueError for a snapshot that did."""
+        if entry.is_base:
+            return None
+        async with entry.loading:
+            if self.sampler.find(entry.id) is None:
+                if not entry.path:
+                    raise ValueError(
+                        f"these weights made room for newer ones (--max_snapshots "
+                        f"{len(self.sampler.slots)}); save them by a name, or take a new client"
+                    )
+                folder, facts = await asyncio.to_thread(self.saved_facts, tenant, entry.path)
+                file = folder / ADAPTER / "adapter_model.safetensors"
+                weights = await asyncio.to_thread(safetensors.load_file, file)
+                await self.sampler.add(entry.id, tenant, weights, Lora(**facts["lora"]))
+            return self.sampler.snapshots[entry.id]
+
+    def sample(self, tenant: str, asked: Sample) -> Promise:
+        entry = self.find_sampler(tenant, asked.sampling_session_id)
+        if asked.seq_id in entry.known:
+            return entry.known[asked.seq_id]
+        num = self.num_sampling.get(tenant, 0) + asked.num_samples
+        if num > MAX_SAMPLES:
+            raise HttpError(429, f"{num} sequences wait; ask for fewer at once")
+        request_id = f"{entry.id}:{asked.seq_id}"
+        promise = entry.known[asked.seq_id] = self.promises.add(tenant, request_id)
+        names = [f"{request_id}:{number}" for number in range(asked.num_samples)]
+        promise.facts = {"sample_sequence_ids": names}
+        self.num_sampling[tenant] = num
+        promise.task = asyncio.ensure_future(self.fulfil(tenant, entry, asked, promise))
+        return promise
+
+    async def fulfil(
+        self, tenant: str, entry: SamplerEntry, asked: Sample, promise: Promise
+    ) -> None:
+        try:
+            promise.resolve(await self.sampled(tenant, entry, asked))
+        except asyncio.CancelledError:
+            promise.fail(Refused("the request was cancelled"))
+        except Exception as error:  # The client's request fails, and the server goes on.
+            promise.fail(error)
+        finally:
+            self.num_sampling[tenant] -= asked.num_samples
+            promise.task = None
+            self.promises.keep(promise)
+            if len(entry.known) > 4096:
+                oldest = next(iter(entry.known))
+                if entry.known[oldest].done.is_set():
+                    del entry.known[oldest]
+
+    async def sampled(self, tenant: str, entry: SamplerEntry, asked: Sample) -> bytes:
+        ids, images = await asyncio.to_thread(self.lora.token_ids, asked.prompt.read())
+        params = self.sampler.params(asked.sampling_params, len(ids))
+        seed = asked.sampling_params.seed
+        start = f"{entry.id}/{asked.seq_id}" if seed is None else str(seed)
+        seeds = [counter_seed(start, number) for number in range(asked.num_samples)]
+        snapshot = await self.snapshot_of(tenant, entry)
+        if snapshot is not None:
+            snapshot.num_users += 1
+        try:
+            adapter = "" if snapshot is None else snapshot.slot
+            done = await self.sampler.sample(tenant, ids.tolist(), images, params, seeds, adapter)
+            prompt_logprobs = None
+            if asked.prompt_logprobs:
+                prompt_logprobs = await self.prompt_logprobs(tenant, ids, bool(images), snapshot)
+                if last := asked.prompt_logprobs_last_n:
+                    prompt_logprobs[: max(0, len(ids) - last)] = np.nan
+        finally:
+            if snapshot is not None:
+                snapshot.num_users -= 1
+        sequences = [(each.finish_reason, each.token_ids, each.logprobs) for each in done]
+        return sample_response(sequences, prompt_logprobs)
+
+    async def prompt_logprobs(
+        self, tenant: str, ids: np.ndarray, has_images: bool, snapshot: Snapshot | None
+    ) -> np.ndarray:
+        """[n] by the learner's forward, in the tenant's turn; NaN for the first token."""
+        if has_images:
+            raise ValueError("prompt logprobs of images are not supported; leave one out")
+        if len(ids) < 2:
+            return np.full(len(ids), np.nan, np.float32)
+        lane = self.logprob_lanes.setdefault(tenant, Lane(tenant=tenant))
+        found: list[np.ndarray] = []
+
+        def run() -> Result:
+            arguments: JSONObject = {"ids": ids.tolist(), "snapshot": ""}
+            if snapshot is not None:
+                body = safetensors.save(snapshot.weights)
+                arguments |= {"snapshot": snapshot.name, "body": body, **snapshot.lora.model_dump()}
+            found.append(self.call("logprobs", **arguments))
+            return b""
+
+        promise = self.turns.submit(lane, None, f"{tenant}:logprobs:{secrets.token_hex(8)}", run)
+        await promise.done.wait()
+        if not found:
+            assert isinstance(promise.result, dict)
+            raise Refused(promise.result["error"])
+        return np.concatenate([np.full(1, np.nan, np.float32), found[0]])
+
+
+def check_optimizer(asked: OptimizerChoice) -> None:
+    if asked.type != "adamw":
+        raise ValueError(
+            f"optimizer {asked.type} is not supported; give AdamParams, and no optimizer to "
+            "create_lora_training_client"
+        )
