@@ -1,4 +1,4 @@
-"""LoRA adapters of clients over one frozen model: what a request does to a learner.
+"""LoRA adapters of clients over one frozen model, and the methods that requests call.
 
 Every adapter has the largest rank and a product with the head. Rows of A and columns of B that a
 client did not ask for are 0, and so are their gradients: they stay 0. Rank 0 calls call(), other
@@ -264,9 +264,9 @@ class MultiLora:
             self.family.check_tokens(ids.tolist(), images)
         return ids, tuple(images)
 
-    def check_ids(self, ids: np.ndarray, what: str) -> None:
+    def check_ids(self, ids: np.ndarray, source: str) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise ValueError(f"{what} has ids outside of the vocabulary of {self.vocab_size}")
+            raise ValueError(f"{source} has ids outside of the vocabulary of {self.vocab_size}")
 
     def packed(
         self, learner: Learner, sequences: list[Sequence]
@@ -343,8 +343,8 @@ class MultiLora:
             full = torch.zeros(parameter.shape)
             if (value := weights.get(key)) is not None:
                 is_a = ".lora_A." in key
-                part = full[: len(value)] if is_a else full[:, : value.shape[1]]
-                part.copy_(value if is_a else value * b_factor)
+                block = full[: len(value)] if is_a else full[:, : value.shape[1]]
+                block.copy_(value if is_a else value * b_factor)
             yield key, full
 
     def logprobs(self, ids: list[int], snapshot: str, body: bytes = b"", **lora: Any) -> np.ndarray:
@@ -365,15 +365,15 @@ class MultiLora:
         tokens = np.asarray(ids, np.int64)
         sequence = Sequence(ids=tokens[:-1], images=(), columns={"target_tokens": tokens[1:]})
         batches, members = self.packed(learner, [sequence])
-        found: dict[int, list[float]] = {}
+        logprobs_of: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch, numbers in zip(batches, members, strict=True):
                 adapter = learner.adapter if snapshot else ""
                 values = self.policy(batch, 1.0, adapter)[0].tolist()
-                found |= dict.fromkeys(numbers, values)
-        for of_rank in all_gather_json(found, self.ranks):
-            found |= {int(number): values for number, values in of_rank.items()}
-        return np.asarray(found[0], np.float32)
+                logprobs_of |= dict.fromkeys(numbers, values)
+        for of_rank in all_gather_json(logprobs_of, self.ranks):
+            logprobs_of |= {int(number): values for number, values in of_rank.items()}
+        return np.asarray(logprobs_of[0], np.float32)
 
     def save(self, name: str, folder: str, facts: JSONObject, has_state: bool) -> None:
         """Writes a folder with the adapter for peft and, if has_state, all that training needs."""
@@ -488,8 +488,8 @@ class RequestLosses:
             self.num_clipped += float(is_clipped.sum())
         values = logprobs.detach().float().cpu().numpy()
         ends = np.cumsum([len(self.sequences[i].ids) for i in numbers])
-        for number, part in zip(numbers, np.split(values, ends[:-1]), strict=True):
-            self.logprobs[number] = part.tolist()
+        for number, logprob in zip(numbers, np.split(values, ends[:-1]), strict=True):
+            self.logprobs[number] = logprob.tolist()
         return losses, {}
 
     def columns(self, numbers: list[int], like: Tensor) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ class Promises:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Job:
+class QueuedJob:
     promise: Promise
     run: Callable[[], Result]  # In the thread.
     kind: str = ""  # "backward" and "step" for gradients.
@@ -119,7 +119,7 @@ class Lane:
 
     tenant: str
     next_id: int = 1
-    jobs: dict[int, Job] = field(default_factory=dict)  # By seq_id.
+    jobs: dict[int, QueuedJob] = field(default_factory=dict)  # By seq_id.
     known: dict[int, Promise] = field(default_factory=dict)
     # Reason of a failed backward: its gradients are dropped, and requests up to the next optimizer
     # step fail.
@@ -174,7 +174,7 @@ class Turns:
         if is_full and seq_id != lane.next_id:
             raise HttpError(429, f"{self.waiting[tenant]} requests wait; send fewer at once")
         promise = lane.known[seq_id] = self.promises.add(tenant, request_id)
-        lane.jobs[seq_id] = Job(promise=promise, run=run, kind=kind, size=size)
+        lane.jobs[seq_id] = QueuedJob(promise=promise, run=run, kind=kind, size=size)
         if len(lane.known) > MAX_KNOWN:
             del lane.known[next(iter(lane.known))]
         if lane not in self.lanes:
@@ -217,29 +217,24 @@ class Turns:
                 self.lanes.remove(lane)
             await self.run(lane, job)
 
-    async def run(self, lane: Lane, job: Job) -> None:
+    async def run(self, lane: Lane, job: QueuedJob) -> None:
         result: Result | BaseException
         loop = asyncio.get_running_loop()
         if lane.error:
             result = ValueError(f"an earlier request of this model failed: {lane.error}")
-            if job.kind == "step":
-                await loop.run_in_executor(self.thread, self.drop_gradients, lane)
-                lane.error = ""
         elif time.monotonic() - job.arrived_s > WAIT_S:
             result = Refused(f"the request waited for more than {WAIT_S:g} s")
         else:
             try:
                 result = await loop.run_in_executor(self.thread, job.run)
-            except Exception as error:  # The client's request fails, and the server goes on.
+            except Exception as error:  # The client's request fails, and the server continues.
                 result = error
-        is_failed = isinstance(result, BaseException)
-        if is_failed and job.kind and not lane.error:
+        if isinstance(result, BaseException) and job.kind:
             await loop.run_in_executor(self.thread, self.drop_gradients, lane)
-            if job.kind == "backward":
-                lane.error = one_line(str(result))
+            lane.error = "" if job.kind == "step" else lane.error or one_line(str(result))
         self.finish(lane, job, result)
 
-    def finish(self, lane: Lane, job: Job, result: Result | BaseException) -> None:
+    def finish(self, lane: Lane, job: QueuedJob, result: Result | BaseException) -> None:
         self.waiting[lane.tenant] -= 1
         self.waiting_bytes[lane.tenant] -= job.size
         if isinstance(result, BaseException):

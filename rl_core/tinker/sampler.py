@@ -1,4 +1,4 @@
-"""Snapshots of adapters, and the engine that samples with them in a thread of its own."""
+"""Snapshots of adapters, and the engine that samples with them in a separate thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Snapshot:
     num_users: int = 0  # Requests that sample with it.
 
 
-class Sampler:
+class SnapshotSampler:
     """`num_slots` snapshots at once. The least recently used one of the tenant with most of them
     makes room for a new one."""
 

@@ -30,6 +30,7 @@ from rl_core.tinker.wire import (
     CreateModel,
     LoadWeights,
     OfModel,
+    OfSession,
     OptimStep,
     R,
     Retrieve,
@@ -37,7 +38,6 @@ from rl_core.tinker.wire import (
     SamplingSession,
     SaveForSampler,
     SaveWeights,
-    Session,
     read_forward_backward,
     read_request,
 )
@@ -100,9 +100,9 @@ class TinkerServer:
     @web.middleware
     async def identify(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Notes the tenant of the request's key."""
-        given, tenant = request.headers.get("X-API-Key", ""), ""
+        header, tenant = request.headers.get("X-API-Key", ""), ""
         for name, key in self.keys.items():
-            if is_key(given, key):
+            if is_key(header, key):
                 tenant = name
         if not tenant:
             raise HttpError(401, "the key in TINKER_API_KEY is not one of this server's")
@@ -166,7 +166,7 @@ class TinkerServer:
         )
 
     async def heartbeat(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(Session, await read_json(request))
+        asked = read_request(OfSession, await read_json(request))
         self.tenants.session(request[TENANT], asked.session_id)
         return web.json_response({"type": "session_heartbeat"})
 

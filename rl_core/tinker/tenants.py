@@ -27,7 +27,7 @@ from safetensors import torch as safetensors
 from rl_core.http_guard import HttpError
 from rl_core.tinker.multi_lora import ADAPTER, SCRATCH, MultiLora, read_facts
 from rl_core.tinker.queue import Lane, Promise, Promises, Refused, Result, Turns
-from rl_core.tinker.sampler import Sampler, Snapshot
+from rl_core.tinker.sampler import Snapshot, SnapshotSampler
 from rl_core.tinker.wire import (
     CreateModel,
     ForwardBackward,
@@ -56,7 +56,7 @@ RESTARTED = "the server restarted, or the session ended: begin a new session fro
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Session:
+class ClientSession:
     id: str
     tenant: str
     heard_s: float = field(default_factory=time.monotonic)
@@ -77,7 +77,7 @@ class SamplerEntry:
 @dataclass(kw_only=True, slots=True, eq=False)
 class Model:
     id: str
-    session: Session
+    session: ClientSession
     learner: str
     lane: Lane
     lora: Lora
@@ -111,11 +111,11 @@ def folder_of(out: Path, tenant: str, path: str) -> Path:
 
 
 class Tenants:
-    def __init__(self, lora: MultiLora, sampler: Sampler, model: str, out: Path):
+    def __init__(self, lora: MultiLora, sampler: SnapshotSampler, model: str, out: Path):
         self.lora, self.sampler, self.model, self.out = lora, sampler, model, out
         self.promises = Promises()
         self.turns = Turns(self.promises, self.drop_gradients)
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.logprob_lanes: dict[str, Lane] = {}  # By tenant.
         self.num_sampling: dict[str, int] = {}  # Tenant -> sequences.
@@ -125,15 +125,15 @@ class Tenants:
 
     # Sessions
 
-    def create_session(self, tenant: str) -> Session:
-        own = [session for session in self.sessions.values() if session.tenant == tenant]
-        if len(own) >= MAX_SESSIONS:
-            self.end_session(min(own, key=lambda session: session.heard_s))
-        session = Session(id=str(uuid4()), tenant=tenant)
+    def create_session(self, tenant: str) -> ClientSession:
+        sessions = [session for session in self.sessions.values() if session.tenant == tenant]
+        if len(sessions) >= MAX_SESSIONS:
+            self.end_session(min(sessions, key=lambda session: session.heard_s))
+        session = ClientSession(id=str(uuid4()), tenant=tenant)
         self.sessions[session.id] = session
         return session
 
-    def session(self, tenant: str, session_id: str) -> Session:
+    def session(self, tenant: str, session_id: str) -> ClientSession:
         """Raises HttpError 410 for an unknown one: the client's heartbeat ends."""
         session = self.sessions.get(session_id)
         if session is None or session.tenant != tenant:
@@ -141,7 +141,7 @@ class Tenants:
         session.heard_s = time.monotonic()
         return session
 
-    def end_session(self, session: Session) -> None:
+    def end_session(self, session: ClientSession) -> None:
         for model in [m for m in self.models.values() if m.session is session]:
             self.unload(model)
         for entry in session.samplers.values():
@@ -169,7 +169,7 @@ class Tenants:
             if model.lane is lane:
                 self.call("drop_gradients", name=model.learner)
 
-    def add_model(self, session: Session, number: int, lora: Lora) -> Model:
+    def add_model(self, session: ClientSession, number: int, lora: Lora) -> Model:
         """A model with a free learner. Raises Refused if there is none."""
         used = {model.learner for model in self.models.values()}
         free = [name for name in self.lora.learners if name not in used and name != SCRATCH]
@@ -412,7 +412,7 @@ class Tenants:
             promise.resolve(await self.sampled(tenant, entry, asked))
         except asyncio.CancelledError:
             promise.fail(Refused("the request was cancelled"))
-        except Exception as error:  # The client's request fails, and the server goes on.
+        except Exception as error:  # The client's request fails, and the server continues.
             promise.fail(error)
         finally:
             self.num_sampling[tenant] -= asked.num_samples
@@ -455,22 +455,22 @@ class Tenants:
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         lane = self.logprob_lanes.setdefault(tenant, Lane(tenant=tenant))
-        found: list[np.ndarray] = []
+        results: list[np.ndarray] = []
 
         def run() -> Result:
             arguments: JSONObject = {"ids": ids.tolist(), "snapshot": ""}
             if snapshot is not None:
                 body = safetensors.save(snapshot.weights)
                 arguments |= {"snapshot": snapshot.name, "body": body, **snapshot.lora.model_dump()}
-            found.append(self.call("logprobs", **arguments))
+            results.append(self.call("logprobs", **arguments))
             return b""
 
         promise = self.turns.submit(lane, None, f"{tenant}:logprobs:{secrets.token_hex(8)}", run)
         await promise.done.wait()
-        if not found:
+        if not results:
             assert isinstance(promise.result, dict)
             raise Refused(promise.result["error"])
-        return np.concatenate([np.full(1, np.nan, np.float32), found[0]])
+        return np.concatenate([np.full(1, np.nan, np.float32), results[0]])
 
 
 def check_optimizer(asked: OptimizerChoice) -> None:

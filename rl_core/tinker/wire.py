@@ -86,11 +86,11 @@ def array(value: int | memoryview, dtype: np.dtype) -> np.ndarray:
 def entry(value: int | memoryview) -> tuple[str, memoryview]:
     """(key, value) of an entry of a map from strings."""
     key, content = "", memoryview(b"")
-    for number, part in fields_of(as_bytes(value)):
+    for number, item in fields_of(as_bytes(value)):
         if number == 1:
-            key = as_text(part)
+            key = as_text(item)
         elif number == 2:
-            content = as_bytes(part)
+            content = as_bytes(item)
     return key, content
 
 
@@ -247,7 +247,7 @@ def sample_response(
     return message(fields)
 
 
-class Request(BaseModel):
+class ClientRequest(BaseModel):
     """Unknown fields are ignored: clients of later versions send more."""
 
     model_config = ConfigDict(allow_inf_nan=False, protected_namespaces=())
@@ -258,11 +258,11 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
 Seq = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
-class Session(Request):
+class OfSession(ClientRequest):
     session_id: Id
 
 
-class Lora(Request):
+class Lora(ClientRequest):
     rank: Annotated[int, Field(ge=1)]
     seed: int | None = None
     train_unembed: bool = True
@@ -270,23 +270,23 @@ class Lora(Request):
     train_attn: bool = True
 
 
-class OptimizerChoice(Request):
+class OptimizerChoice(ClientRequest):
     type: str = "adamw"
 
 
-class CreateModel(Session):
+class CreateModel(OfSession):
     model_seq_id: Seq
     base_model: str
     lora_config: Lora | None = None
     optimizer_config: OptimizerChoice = OptimizerChoice()
 
 
-class OfModel(Request):
+class OfModel(ClientRequest):
     model_id: Id
     seq_id: Seq = 0
 
 
-class AdamParams(Request):
+class AdamParams(ClientRequest):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -310,7 +310,7 @@ class SaveForSampler(OfModel):
     sampling_session_seq_id: Seq | None = None
 
 
-class LoadWeights(Request):
+class LoadWeights(ClientRequest):
     path: Id
     optimizer: bool = False
     model_id: Id | None = None
@@ -321,20 +321,20 @@ class LoadWeights(Request):
     optimizer_config: OptimizerChoice | None = None
 
 
-class SamplingSession(Session):
+class SamplingSession(OfSession):
     sampling_session_seq_id: Seq
     base_model: str | None = None
     model_path: Id | None = None
 
 
-class InputChunk(Request):
+class InputChunk(ClientRequest):
     type: Literal["encoded_text", "image"] = "encoded_text"
     tokens: list[int] = []
     data: str = ""
     format: str = ""
 
 
-class Prompt(Request):
+class Prompt(ClientRequest):
     chunks: list[InputChunk]
 
     def read(self) -> list[Chunk]:
@@ -351,7 +351,7 @@ class Prompt(Request):
         return chunks
 
 
-class Sampling(Request):
+class Sampling(ClientRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
@@ -370,7 +370,7 @@ NOT_SAMPLED = (
 )
 
 
-class Sample(Request):
+class Sample(ClientRequest):
     sampling_session_id: Id
     seq_id: Seq
     prompt: Prompt
@@ -388,11 +388,11 @@ class Sample(Request):
         return values
 
 
-class Retrieve(Request):
+class Retrieve(ClientRequest):
     request_id: Annotated[str, Field(max_length=400)]
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=ClientRequest)
 
 
 def read_request(kind: type[R], value: JSON) -> R:

@@ -19,6 +19,7 @@ from rl_core.train import say_loading
 
 if TYPE_CHECKING:
     from rl_core.tinker.multi_lora import MultiLora
+    from rl_core.tinker.tenants import Tenants
 
 # Flags of a run that a server has no use for.
 FIXED = ["--algorithm=sft", "--max_tokens=1", "--learner.updates_per_epoch=1"]
@@ -27,13 +28,20 @@ FIXED = ["--algorithm=sft", "--max_tokens=1", "--learner.updates_per_epoch=1"]
 def main(argv: list[str]) -> int:
     if argv[:1] == ["export"]:
         return export(argv[1:])
+    args, config = read_flags(argv)
+    say_loading()
+    return run(args, config)
+
+
+def read_flags(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The server's flags, and those of a run."""
     parser = Parser(prog="rl-core tinker", description=__doc__)
     parser.add_argument("--model", required=True, help="base model: a folder or a hub name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8200, help="0 picks one")
     parser.add_argument("--out", default="runs/tinker", help="folder of keys and saved weights")
     parser.add_argument(
-        "--tenants", default="me", help="names, each with a key of its own: alice,bob"
+        "--tenants", default="me", help="names, each with a separate key: alice,bob"
     )
     parser.add_argument("--max_models", type=int, default=4, help="models that train at once")
     parser.add_argument("--max_rank", type=int, default=32, help="largest LoRA rank")
@@ -51,44 +59,47 @@ def main(argv: list[str]) -> int:
     if args.max_context_tokens < 2 or not 0 <= args.port < 1 << 16:
         raise ValueError("--max_context_tokens must be 2 or more, --port from 0 to 65535")
     config = read_config([*flags, *FIXED, f"--max_prompt_tokens={args.max_context_tokens - 1}"])
-    say_loading()
-    return run(args, config)
+    return args, with_actors(config, args)
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
     from rl_core.distributed import close_ranks
 
-    config = with_actors(config, args)
-    lora = make_lora(config, args)
-    ranks = lora.ranks
-    if ranks.rank == 0:
-        from transformers import AutoTokenizer
-
-        from rl_core.data.pretrained import load_pretrained
-        from rl_core.engines.factory import max_episodes
-        from rl_core.tinker.sampler import Sampler
+    lora = make_lora(args, config)
+    if lora.ranks.rank == 0:
         from rl_core.tinker.server import serve
-        from rl_core.tinker.tenants import Tenants, read_keys
+        from rl_core.tinker.tenants import read_keys
 
-        out = Path(args.out)
-        keys = read_keys(out / "keys", split(args.tenants))
-        sampler = Sampler(
-            lora,
-            args.model,
-            args.max_snapshots,
-            max_episodes(config, 1),
-            tokenizer=load_pretrained(AutoTokenizer, args.model),
-            memory_frac=config.engine_memory_frac,
-            seed=config.seed,
-            log=out / "engine.log",
-            start_timeout_s=config.timeout_s,
-        )
-        tenants = Tenants(lora, sampler, args.model, out)
+        keys = read_keys(Path(args.out) / "keys", split(args.tenants))
+        tenants = make_tenants(args, config, lora)
         asyncio.run(serve(tenants, lora, keys, args.host, args.port))
     else:
         lora.follow()
-    close_ranks(ranks)
+    close_ranks(lora.ranks)
     return 0
+
+
+def make_tenants(args: argparse.Namespace, config: Config, lora: MultiLora) -> Tenants:
+    from transformers import AutoTokenizer
+
+    from rl_core.data.pretrained import load_pretrained
+    from rl_core.engines.factory import max_episodes
+    from rl_core.tinker.sampler import SnapshotSampler
+    from rl_core.tinker.tenants import Tenants
+
+    out = Path(args.out)
+    sampler = SnapshotSampler(
+        lora,
+        args.model,
+        args.max_snapshots,
+        max_episodes(config, 1),
+        tokenizer=load_pretrained(AutoTokenizer, args.model),
+        memory_frac=config.engine_memory_frac,
+        seed=config.seed,
+        log=out / "engine.log",
+        start_timeout_s=config.timeout_s,
+    )
+    return Tenants(lora, sampler, args.model, out)
 
 
 def with_actors(config: Config, args: argparse.Namespace) -> Config:
@@ -103,7 +114,7 @@ def with_actors(config: Config, args: argparse.Namespace) -> Config:
     return replace(config, actors=actors, model=None, engine="embedded")
 
 
-def make_lora(config: Config, args: argparse.Namespace) -> MultiLora:
+def make_lora(args: argparse.Namespace, config: Config) -> MultiLora:
     from rl_core.distributed import make_mesh
     from rl_core.learners import is_sharded, make_learners
     from rl_core.models.loading import load_model_config, max_positions

@@ -1,0 +1,348 @@
+"""The server over HTTP, as the tinker client speaks with it: sessions, tenants, paths, limits, kills."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import pytest
+from bodies import forward_backward, row
+from peft import PeftModel
+from test_multi_lora import ADAM, LORA, read_output, rows
+from transformers import AutoModelForCausalLM
+
+from rl_core.tinker import tenants as tenants_module
+from rl_core.tinker.server import TinkerServer
+from rl_core.tinker.tenants import Tenants, read_keys
+from rl_core.tinker.wire import PROTOBUF, as_bytes, fields_of
+from rl_core.tools.cli import main
+from rl_core.tools.tinker import make_lora, make_tenants, read_flags
+
+ADAM_STEP = {"type": "optim_step", "adam_params": ADAM}
+
+
+class Client:
+    """A session with one model."""
+
+    def __init__(self, http, url, key, model):
+        self.http, self.url, self.model, self.seq = http, f"{url}/api/v1", model, 0
+        self.headers = {"X-API-Key": key}
+
+    async def post(self, path, body, status=200):
+        """The JSON or the bytes of an answer."""
+        more = {"data": body} if isinstance(body, bytes) else {"json": body}
+        headers = self.headers | ({"Content-Type": PROTOBUF} if isinstance(body, bytes) else {})
+        async with self.http.post(f"{self.url}/{path}", headers=headers, **more) as response:
+            assert response.status == status, await response.text()
+            is_proto = response.content_type == PROTOBUF
+            return await response.read() if is_proto else await response.json()
+
+    async def result(self, path, body):
+        """The result of a request with a promise, sent twice."""
+        promise = await self.post(path, body)
+        assert await self.post(path, body) == promise, "a repeat has the first promise"
+        return await self.post("retrieve_future", {"request_id": promise["request_id"]})
+
+    async def begin(self, **lora):
+        self.session = (await self.post("create_session", {}))["session_id"]
+        body = {"session_id": self.session, "model_seq_id": 0, "base_model": self.model}
+        made = await self.result("create_model", body | {"lora_config": LORA | lora})
+        self.model_id = made.get("model_id", "")
+        return made
+
+    def step(self, endpoint, **body):
+        self.seq += 1
+        return self.result(endpoint, {"model_id": self.model_id, "seq_id": self.seq, **body})
+
+    def backward(self, ids, **options):
+        self.seq += 1
+        position = {"model_id": self.model_id, "seq_id": self.seq}
+        return self.result("forward_backward", forward_backward([row(ids)], **position, **options))
+
+    async def learn(self, seed=0):
+        """Logprobs of a row before a step on it."""
+        [ids] = rows(1, seed)
+        output = await self.backward(ids)
+        await self.step("optim_step", **ADAM_STEP)
+        return read_output(output)[0][0].tolist()
+
+    async def sampler(self, **body):
+        made = await self.step("save_weights_for_sampler", **body)
+        return made.get("sampling_session_id") or made
+
+    async def sample(self, sampler, ids, seq_id=0, num=1, **params):
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": ids}]}
+        body = {"sampling_session_id": sampler, "seq_id": seq_id, "num_samples": num}
+        body |= {"prompt": prompt, "prompt_logprobs": True}
+        body["sampling_params"] = {"max_tokens": 6, "seed": 3, "stop": [1], **params}
+        return await self.result("asample", body)
+
+
+def read_samples(body: bytes) -> tuple[list[list[int]], list[list[float]], np.ndarray]:
+    """Tokens and logprobs of each sequence, logprobs of the prompt."""
+    tokens, logprobs, prompt = [], [], np.zeros(0)
+    for number, value in fields_of(body):
+        if number == 1:
+            parts = dict(fields_of(as_bytes(value)))
+            tokens.append(np.frombuffer(parts[2], "<i4").tolist())
+            logprobs.append(np.frombuffer(parts[3], "<f4").tolist())
+        elif number == 2:
+            prompt = np.frombuffer(as_bytes(value), "<f4")
+    return tokens, logprobs, prompt
+
+
+FLAGS = ["--max_rank", "4", "--max_models", "2", "--max_snapshots", "2"]
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model, tmp_path_factory) -> Tenants:
+    out = str(tmp_path_factory.mktemp("tinker"))
+    args, config = read_flags(["--model", str(tiny_model), "--out", out, *FLAGS])
+    return make_tenants(args, config, make_lora(args, config))
+
+
+@pytest.fixture
+def serving(made, tiny_model, tmp_path):
+    """serving() -> (client of tenant alice, of bob, the server's tenants)"""
+
+    @asynccontextmanager
+    async def serve():
+        tenants = Tenants(made.lora, made.sampler, str(tiny_model), tmp_path)
+        tenants.sampler.snapshots.clear()
+        keys = read_keys(tmp_path / "keys", ["alice", "bob"])
+        server = TinkerServer(tenants, keys)
+        await tenants.sampler.start()
+        working = asyncio.create_task(tenants.turns.work())
+        url = f"http://127.0.0.1:{await server.http.listen()}"
+        async with aiohttp.ClientSession() as http:
+            clients = [Client(http, url, key, str(tiny_model)) for key in keys.values()]
+            yield (*clients, tenants)
+        working.cancel()
+        await server.http.close()
+
+    return serve
+
+
+async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp_path):
+    async with serving() as (alice, _, _):
+        await alice.begin()
+        info = await alice.post("get_info", {"model_id": alice.model_id})
+        assert info["lora_rank"] == 4
+        assert info["model_data"]["tokenizer_id"] == str(tiny_model)
+        logprobs = [await alice.learn() for _ in range(3)]
+        assert sum(logprobs[2]) > sum(logprobs[0])
+        sampler = await alice.sampler(sampling_session_seq_id=0)
+        [ids] = rows(1)
+        body = await alice.sample(sampler, ids, num=2)
+        tokens, sampled, prompt = read_samples(body)
+        assert np.isnan(prompt[0])
+        assert prompt[1:].tolist() == pytest.approx(await alice.learn(), abs=1e-5)
+        _, _, all_logprobs = read_samples(await alice.sample(sampler, ids + tokens[1], 1))
+        assert all_logprobs[len(ids) :].tolist() == pytest.approx(sampled[1], abs=1e-5)
+        assert read_samples(await alice.sample(sampler, ids, 2, num=2))[0] == tokens
+        state = (await alice.step("save_weights", path="s"))["path"]
+        want = [await alice.learn(5), await alice.learn(5)]
+        loaded = await alice.step("load_weights", path=state, optimizer=True)
+        assert loaded["model_id"] == alice.model_id
+        assert [await alice.learn(5), await alice.learn(5)] == want
+        named = await alice.sampler(path="w")
+        asked = {"session_id": alice.session, "sampling_session_seq_id": 9}
+        made = await alice.post("create_sampling_session", asked | {"model_path": named["path"]})
+        facts = await alice.post("weights_info", {"tinker_path": named["path"]})
+        assert (facts["lora_rank"], facts["base_model"]) == (4, str(tiny_model))
+        prompt = read_samples(await alice.sample(made["sampling_session_id"], ids))[2]
+        oracle = exported(named["path"], tmp_path, tiny_model)
+        assert prompt[1:].tolist() == pytest.approx(oracle(ids), abs=1e-5)
+        assert (await alice.post("telemetry", {"events": []})) == {"status": "accepted"}
+
+
+def exported(path, out, model):
+    """Logprobs of transformers' model with the adapter that the command exports."""
+    target = out / "adapter"
+    flags = ["--to", str(target), "--out", str(out), "--tenant", "alice"]
+    assert main(["tinker", "export", path, *flags]) == 0
+    base = AutoModelForCausalLM.from_pretrained(str(model))
+    peft = PeftModel.from_pretrained(base, str(target)).eval()
+
+    def logprobs(ids):
+        import torch
+
+        with torch.no_grad():
+            logprobs = peft(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    return logprobs
+
+
+async def test_one_tenant_reaches_nothing_of_another(serving, tmp_path):
+    async with serving() as (alice, bob, _):
+        await alice.begin()
+        await bob.begin()
+        state = (await alice.step("save_weights", path="s"))["path"]
+        sampler = await alice.sampler(sampling_session_seq_id=0)
+        promise = await alice.post(
+            "asample",
+            {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [9]}]}},
+        )
+        denied = [
+            ("get_info", {"model_id": alice.model_id}, 404),
+            ("optim_step", {"model_id": alice.model_id, "seq_id": 9, **ADAM_STEP}, 404),
+            ("unload_model", {"model_id": alice.model_id}, 404),
+            ("forward_backward", forward_backward([row([8, 9])], model_id=alice.model_id), 404),
+            ("retrieve_future", {"request_id": promise["request_id"]}, 410),
+            ("cancel_future", {"request_id": promise["request_id"]}, 410),
+            ("session_heartbeat", {"session_id": alice.session}, 410),
+            ("weights_info", {"tinker_path": state}, 422),
+            (
+                "create_sampling_session",
+                {
+                    "session_id": bob.session,
+                    "sampling_session_seq_id": 0,
+                    "model_path": state,
+                },
+                422,
+            ),
+            (
+                "asample",
+                {"sampling_session_id": sampler, "seq_id": 1, "prompt": {"chunks": []}},
+                404,
+            ),
+        ]
+        for path, body, status in denied:
+            await bob.post(path, body, status)
+        for path in (state, "tinker://../../alice", f"tinker://{alice.model_id}/weights/../x"):
+            error = (await bob.step("load_weights", path=path, optimizer=True))["error"]
+            assert re.search("no such weights|must be tinker", error)
+        for headers in ({}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": "é"}):
+            bob.headers = headers
+            await bob.post("create_session", {}, 401)
+        assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
+
+
+async def test_chunks_that_arrive_last_first_are_learned_in_order(serving):
+    async with serving() as (alice, _, _):
+        await alice.begin()
+        data = [row(ids) for ids in rows(3000)]
+        promises = {}
+        for seq in (3, 2, 1):
+            chunk = data[1000 * (seq - 1) : 1000 * seq]
+            body = forward_backward(chunk, model_id=alice.model_id, seq_id=seq)
+            promises[seq] = await alice.post("forward_backward", body)
+        outputs = []
+        for seq in (1, 2, 3):
+            asked = {"request_id": promises[seq]["request_id"]}
+            outputs += read_output(await alice.post("retrieve_future", asked))[0]
+        assert [len(values) for values in outputs] == [len(ids) - 1 for ids in rows(3000)]
+
+
+async def test_a_failed_request_is_its_clients_alone(serving):
+    async with serving() as (alice, bob, _):
+        await alice.begin()
+        await bob.begin()
+        bad = await alice.backward([8, 200])
+        assert "outside of the vocabulary" in bad["error"]
+        assert "earlier request" in (await alice.step("optim_step", **ADAM_STEP))["error"]
+        assert await alice.learn() == await bob.learn(), "the step after it is the first"
+        third = Client(alice.http, "", "", alice.model)
+        third.url, third.headers = alice.url, alice.headers
+        assert "all 2 models of this server are in use" in (await third.begin())["error"]
+        await bob.post("unload_model", {"model_id": bob.model_id})
+        assert (await third.begin())["model_id"]
+        dimuon = {"optimizer_params": {"type": "dimuon"}}
+        assert "dimuon is not supported" in (await alice.step("optim_step", **dimuon))["error"]
+
+
+async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
+    async with serving() as (alice, bob, _):
+        await alice.begin()
+        await bob.begin()
+        [ids] = rows(1)
+        samplers = [await bob.sampler(sampling_session_seq_id=0)]
+        for number in range(2):
+            samplers.append(await alice.sampler(sampling_session_seq_id=number))
+            await alice.learn()
+        results = [
+            await client.sample(sampler, ids)
+            for client, sampler in zip((bob, alice, alice), samplers, strict=True)
+        ]
+        assert isinstance(results[2], bytes)
+        assert "--max_snapshots 2" in results[0 if isinstance(results[1], bytes) else 1]["error"]
+
+
+async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
+    monkeypatch.setattr(tenants_module, "MAX_SAMPLES", 3)
+    async with serving() as (alice, _, tenants):
+        await alice.begin()
+        asked = {"session_id": alice.session, "sampling_session_seq_id": 0}
+        made = await alice.post("create_sampling_session", asked | {"base_model": alice.model})
+        body = {"sampling_session_id": made["sampling_session_id"], "seq_id": 0}
+        body |= {"prompt": {"chunks": [{"tokens": [9]}]}}
+        long = body | {"num_samples": 3, "sampling_params": {"max_tokens": 4000, "stop": [1000]}}
+        promise = await alice.post("asample", long)
+        assert len(set(promise["sample_sequence_ids"])) == 3
+        await alice.post("asample", body | {"seq_id": 1}, 429)
+        await alice.post("cancel_future", {"request_id": promise["request_id"]})
+        result = await alice.post("retrieve_future", {"request_id": promise["request_id"]})
+        assert "cancelled" in result["error"]
+        assert isinstance(await alice.sample(made["sampling_session_id"], [9], 2), bytes)
+        await alice.post(f"sessions/{alice.session}/finish", {})
+        await alice.post("session_heartbeat", {"session_id": alice.session}, 410)
+        assert not tenants.models
+
+
+@pytest.mark.parametrize(
+    "path, body, status, match",
+    [
+        ("checkpoints", {}, 404, "no management API"),
+        ("create_model", {"session_id": 3}, 422, "session_id"),
+        ("forward_backward", {"model_id": "m"}, 415, "reads application/x-protobuf"),
+        ("forward_backward", b"\xff", 422, "not protobuf"),
+        ("session_heartbeat", {"session_id": "x"}, 410, "server restarted"),
+        ("optim_step", {"model_id": "x", "seq_id": 1}, 404, "begin a new session from saved"),
+    ],
+)
+async def test_other_requests_have_an_answer(serving, path, body, status, match):
+    async with serving() as (alice, _, _):
+        assert re.search(match, (await alice.post(path, body, status))["error"])
+
+
+def test_a_killed_server_goes_on_from_saved_states(tiny_model, tmp_path):
+    """Each round: learns, saves, learns; the next server repeats the last step bit for bit."""
+    command = [sys.executable, "-m", "rl_core.tools.cli", "tinker", "--model", str(tiny_model)]
+    command += ["--port", "0", "--out", str(tmp_path), "--max_models", "1", "--max_snapshots", "1"]
+
+    async def round_of(url: str, key: str, state: str, want: list) -> tuple[str, list]:
+        async with aiohttp.ClientSession() as http:
+            client = Client(http, url, key, str(tiny_model))
+            if not state:
+                await client.begin()
+                await client.learn()
+                state = (await client.step("save_weights", path="s"))["path"]
+            else:
+                client.session = (await client.post("create_session", {}))["session_id"]
+                asked = {"session_id": client.session, "model_seq_id": 0, "path": state}
+                made = await client.result("load_weights", asked | {"optimizer": True})
+                client.model_id = made["model_id"]
+            logprobs = [await client.learn(1), await client.learn(1)]
+            assert want in ([], logprobs)
+            return state, logprobs
+
+    state, want = "", []
+    for _ in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                lines: list[str] = []
+                for line in iter(server.stdout.readline, ""):
+                    lines.append(line.split("=", 1)[-1].split()[0])
+                    if "API_KEY" in line:
+                        break
+                state, want = asyncio.run(round_of(lines[-2], lines[-1], state, want))
+            finally:
+                server.send_signal(signal.SIGKILL)
