@@ -35,6 +35,7 @@ class Mesh:
     dp_shard: int = 1  # data parallel ranks of one copy
     cp: int = 1  # ranks that hold parts of the same sequences
     tp: int = 1  # ranks that hold parts of the same matrices
+    ep: int = 1  # ranks among the dp_shard * cp of a copy that hold different experts
 
     @property
     def dp(self) -> int:
@@ -54,14 +55,19 @@ class Mesh:
 # Names of numbers that all ranks share: a signal that a rank received, and the signal that ended
 # the run.
 SIGNAL_RECEIVED, ENDED_BY_SIGNAL = "signal_received", "ended_by_signal"
-MESH_FLAGS = ("dp_replicate", "cp", "tp", "rollout_ranks")
 
 
 def make_mesh(
-    num_ranks: int, dp_replicate: int = 1, cp: int = 1, tp: int = 1, rollout_ranks: int = 0
+    num_ranks: int,
+    dp_replicate: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    rollout_ranks: int = 0,
+    ep: int = 1,
 ) -> Mesh:
     """The mesh of all ranks that learn; dp_shard takes the ranks that other dimensions leave.
-    Raises ValueError if the other dimensions do not divide the number of ranks."""
+    Raises ValueError if the other dimensions do not divide the number of ranks, or `ep` those of a
+    copy."""
     num_learners, others = num_ranks - rollout_ranks, dp_replicate * cp * tp
     if num_learners < 1:
         raise ValueError(
@@ -73,7 +79,13 @@ def make_mesh(
             f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {num_learners} "
             "ranks; lower one"
         )
-    return Mesh(dp_replicate=dp_replicate, dp_shard=num_learners // others, cp=cp, tp=tp)
+    mesh = Mesh(dp_replicate=dp_replicate, dp_shard=num_learners // others, cp=cp, tp=tp, ep=ep)
+    if mesh.dp_shard * cp % ep:
+        raise ValueError(
+            f"--ep={ep} must divide the {mesh.dp_shard * cp} ranks of one copy of the weights "
+            f"(--dp_replicate {dp_replicate}); lower it"
+        )
+    return mesh
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +96,8 @@ class Ranks:
     mesh: Mesh = Mesh()
     # Dp_replicate, dp_shard * cp, tp; None where weights are not sharded.
     weights_mesh: DeviceMesh | None = None
+    # Dp_replicate, expert_shard, ep; None without --ep.
+    experts_mesh: DeviceMesh | None = None
     # Ranks that hold parts of the same sequences; None if that is this one.
     cp_group: dist.ProcessGroup | None = None
     rollout_ranks: int = 0  # how many ranks only sample; 0: each rank does both
@@ -141,7 +155,13 @@ def on_mesh(ranks: Ranks, mesh: Mesh) -> Ranks:
         shape = (mesh.dp, mesh.cp, mesh.tp)
         samples_mesh = init_device_mesh(kind, shape, mesh_dim_names=("dp", "cp", "tp"))
         cp_group = samples_mesh.get_group("cp")
-    return replace(ranks, mesh=mesh, weights_mesh=weights_mesh, cp_group=cp_group)
+    experts_mesh = None
+    if mesh.ep > 1:
+        sizes = mesh.dp_replicate, mesh.dp_shard * mesh.cp // mesh.ep, mesh.ep
+        names = ("dp_replicate", "expert_shard", "ep")
+        experts_mesh = init_device_mesh(kind, sizes, mesh_dim_names=names)
+    meshes = {"weights_mesh": weights_mesh, "experts_mesh": experts_mesh}
+    return replace(ranks, mesh=mesh, cp_group=cp_group, **meshes)
 
 
 def close_ranks(ranks: Ranks) -> None:

@@ -97,6 +97,10 @@ class Config(Section):
     )
     cp: AtLeast1 = flag(1, "context parallel: ranks that split each sequence (ring attention)")
     tp: AtLeast1 = flag(1, "tensor parallel: ranks that split each matrix")
+    ep: AtLeast1 | Literal["auto"] = flag(
+        1,
+        "expert parallel: ranks that split each layer's experts; auto: as many as fit, up to 8",
+    )
     trackers: str | None = flag(
         None, "experiment trackers: wandb, tensorboard, trackio, mlflow; several: wandb,mlflow"
     )

@@ -56,6 +56,14 @@ OF_RUN = [
         "--learner.kernels=compile cannot be combined with --tp; leave one out",
     ),
     (
+        lambda c: c.ep != 1 and c.tp > 1,
+        "--ep={c.ep} cannot be combined with --tp={c.tp}; leave one out",
+    ),
+    (
+        lambda c: c.ep != 1 and c.learner.kernels != "default",
+        "--ep={c.ep} cannot be combined with --learner.kernels={c.learner.kernels}; leave one out",
+    ),
+    (
         lambda c: c.keep_best and not c.eval_every,
         "--keep_best={c.keep_best} needs evaluations: give --eval_every",
     ),

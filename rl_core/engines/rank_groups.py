@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rl_core.config import Config
 from rl_core.config.rank_groups import ranks_of
-from rl_core.distributed import Mesh, make_mesh
-from rl_core.models.parallel.replicas import num_replicas
+from rl_core.distributed import Mesh
+from rl_core.models.parallel.replicas import mesh_of_flags
 
 
 @dataclass(kw_only=True)
@@ -73,8 +73,7 @@ def mesh_of(config: Config, ranks: tuple[int, ...], names: list[str]) -> Mesh:
         return Mesh(dp_shard=len(ranks))
     trained = [name for name in names if name in config.trained]
     try:
-        copies = num_replicas(config, len(ranks), trained)
-        return make_mesh(len(ranks), dp_replicate=copies, cp=config.cp, tp=config.tp)
+        return mesh_of_flags(config, len(ranks), trained)
     except ValueError as error:
         group = RankGroup(ranks=ranks, actors=names, mesh=Mesh())
         raise ValueError(f"{group}: {error}") from None

@@ -105,7 +105,7 @@ def orthogonal_updates(
             if is_whole(update):
                 results.append(newton_schulz(local(update)))
                 continue
-            matrix = next(gathered).contiguous()  # Splits of a tp dimension leave a view.
+            matrix = next(gathered)
             results.append(newton_schulz(matrix) if owner == rank else matrix)
         for owner, (update, result) in enumerate(zip(chunk, results, strict=True)):
             if not is_whole(update):

@@ -210,7 +210,12 @@ class Policy(nn.Module):
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """Over all ranks, of gradients that are complete when it returns."""
-        return unsharded(nn.utils.get_total_norm(grads))
+        # torch takes the norm only of tensors on one mesh.
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+        for grad in grads:
+            by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+        norms = [unsharded(nn.utils.get_total_norm(grads)) for grads in by_mesh.values()]
+        return nn.utils.get_total_norm(norms) if len(norms) != 1 else norms[0]
 
     def unsharded_weights(self, adapter: str, dtypes: DTypes) -> Iterator[tuple[str, Tensor]]:
         return gathered_weights(self.hf.named_parameters(), dtypes)

@@ -17,9 +17,9 @@ from rl_core.distributed import local, unsharded
 # The dtype of each tensor by its name, or that of all; None: its own.
 DTypes = torch.dtype | Mapping[str, torch.dtype] | None
 GROUP_BYTES = 64 << 20  # Unsharded bytes that travel together; twice as many are allocated.
-# Dimensions of the mesh that split weights. FSDP splits the slices of tensor parallelism, so FSDP's
-# split is undone first.
-DIMENSIONS = ("dp_shard_cp", "tp")
+# Dimensions of the meshes that split weights. FSDP splits the slices of tensor parallelism and a
+# rank's experts, so FSDP's split is undone first.
+DIMENSIONS = ("dp_shard_cp", "expert_shard", "ep", "tp")
 # torch 2.13 renamed all_gather_into_tensor().
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -124,5 +124,6 @@ def join_chunks(tensors: Sequence[Tensor], splits: Sequence[Split]) -> list[Tens
     pieces = rows.split([tensor.numel() for tensor in padded], 1)
     for piece, tensor, split in zip(pieces, padded, splits, strict=True):
         chunks = piece.unflatten(1, tensor.shape).movedim(0, split.dim)
-        joined.append(chunks.flatten(split.dim, split.dim + 1).narrow(split.dim, 0, split.length))
+        full = chunks.flatten(split.dim, split.dim + 1).narrow(split.dim, 0, split.length)
+        joined.append(full.contiguous())  # Chunks of one row leave a view.
     return joined

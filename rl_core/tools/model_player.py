@@ -45,6 +45,7 @@ ALONE = {
 ALONE |= {
     "cp": 1,
     "tp": 1,
+    "ep": 1,
     "dp_replicate": 1,
     "learner.microbatch_tokens": 2**30,
     "learner.updates_per_epoch": 1,

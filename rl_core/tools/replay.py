@@ -36,6 +36,7 @@ HOW = {
     "dp_replicate",
     "cp",
     "tp",
+    "ep",
     "attention",
     "timeout_s",
     "learner.microbatch_tokens",

@@ -22,6 +22,7 @@ from kit import answer, make_learner, of_ranks, run_ranks, sample, words
 from safetensors.torch import load_file, save_file
 from test_collectives import MESHES as COUNTED
 from test_collectives import ON_GLOO, SIZES, count, on_fake_ranks
+from test_equivalence import SIZES as SMALL
 from test_equivalence import draw_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -30,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from rl_core.config import LoraConfig, parse_config
 from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
 from rl_core.learning.gradient_averaging import average_gradients
+from rl_core.learning.padded_forward import choose_forward
 from rl_core.learning.policies import make_policy
 from rl_core.learning.teachers.distill import local_rows
 from rl_core.learning.teachers.divergence import TopTokens, fused_divergence, make_form
@@ -37,8 +39,9 @@ from rl_core.metrics import reduce_metrics
 from rl_core.models import logprobs as fused
 from rl_core.models.device import check_device, device_of_rank
 from rl_core.models.parallel import replicas
+from rl_core.models.parallel.expert_parallel import check_expert_parallel
 from rl_core.models.parallel.fsdp import local_slices
-from rl_core.models.parallel.replicas import num_replicas
+from rl_core.models.parallel.replicas import mesh_of_flags, num_replicas
 from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
 from rl_core.run.process.meeting import check_gpus_differ
 from rl_core.run.saving import checkpoint
@@ -58,6 +61,10 @@ MESHES = {
     "cp 2 x tp 2": Mesh(cp=2, tp=2),
     "tp 4": Mesh(tp=4),
     "dp 3 x tp 2": Mesh(dp_shard=3, tp=2),
+    "ep 4": Mesh(dp_shard=4, ep=4),
+    "ep 2 x dp 2": Mesh(dp_shard=4, ep=2),
+    "ep 2 x cp 2": Mesh(dp_shard=2, cp=2, ep=2),
+    "ep 2 x hsdp 2": Mesh(dp_replicate=2, dp_shard=2, ep=2),
 }
 # Not AdamW, which makes a step of full size out of a gradient that is nothing but rounding.
 SGD = "--optim.name sgd --optim.lr 0.05"
@@ -79,9 +86,31 @@ MODELS = {
     "qwen2 uneven": ("qwen2", TIED | HALVES | {"vocab_size": 109}),
     "llama biased": ("llama", TIED | HALVES | {"attention_bias": True, "mlp_bias": True}),
 }
+# Families whose experts are split. By two and by four; a rank's experts by two again, or, of four,
+# their rows.
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+EXPERTS |= dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4)
+EXPERTS |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "num_key_value_heads": 4}
+LATENT |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+LINEAR = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
+OF_EXPERTS = {
+    "qwen3_moe": {},
+    "glm4_moe": {},
+    "deepseek_v3": LATENT,
+    "gpt_oss": {"sliding_window": 6},
+    "qwen3_5_moe_text": LINEAR,
+}
+MODELS |= {
+    name: (name, EXPERTS | sizes | {"tie_word_embeddings": False})
+    for name, sizes in OF_EXPERTS.items()
+}
 FIRST = list(MESHES)[:7]
+EP_MESHES = ["ep 2 x cp 2", "ep 2 x dp 2"]
 EPOCHS = "--learner.updates_per_epoch 2 --learner.epochs 2"
 MUON = "--optim.name muon --optim.lr 1e-3 --optim.eps 1e-3 --optim.weight_decay 0.1"
+ALWAYS = "--learner.offload always"  # Needs a process group.
 RECOMPUTED = f"{ADAMW} --learner.activations recompute"
 # Name -> (model, flags, number of samples -> meshes). Two samples are fewer than the ranks that
 # train on different ones. test_equivalence.py has every loss on two ranks: here are each way to
@@ -106,11 +135,21 @@ CASES = {
         MUON,
         {14: ["dp 4", "hsdp 2 x tp 2", "copies 4"]},
     ),
-    "muon, experts": ("experts", MUON, {14: ["hsdp 2 x 2"]}),
+    "muon, experts": ("experts", MUON, {14: ["hsdp 2 x 2", "ep 2 x hsdp 2"]}),
     "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", {14: ["tp 4"]}),
     "untied": ("qwen3 untied", ADAMW, {14: ["tp 2 x dp 2", "cp 2 x tp 2", "dp 3 x tp 2"]}),
     "uneven": ("qwen2 uneven", ADAMW, {14: ["tp 2 x dp 2", "dp 3 x tp 2"]}),
     "biased": ("llama biased", RECOMPUTED, {14: ["tp 2 x dp 2"]}),
+    # Experts over ranks, with the options that meet them.
+    "qwen3_moe": (
+        "qwen3_moe",
+        f"{RECOMPUTED} --actors.policy.router_aux_loss_coef 0.5 --learner.microbatch_tokens 100",
+        {14: ["ep 4", *EP_MESHES], 2: ["ep 4"]},
+    ),
+    "glm4_moe": ("glm4_moe", f"{ADAMW} {ALWAYS}", {14: EP_MESHES}),
+    "deepseek_v3": ("deepseek_v3", f"{SGD} --algorithm ppo {EPOCHS}", {14: EP_MESHES}),
+    "gpt_oss": ("gpt_oss", f"{SGD} --algo.kl_coef 0.1 {EPOCHS}", {14: ["ep 4", *EP_MESHES]}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", ADAMW, {14: EP_MESHES[1:]}),
 }
 SAVED = [
     ("adamw", 14, "hsdp 2 x tp 2"),
@@ -118,6 +157,8 @@ SAVED = [
     ("untied", 14, "tp 2 x dp 2"),
     ("uneven", 14, "dp 3 x tp 2"),
     ("muon", 14, "hsdp 2 x tp 2"),
+    ("qwen3_moe", 14, "ep 2 x dp 2"),
+    ("gpt_oss", 14, "ep 4"),
 ]
 ALL = [
     (case, num, mesh)
@@ -130,6 +171,13 @@ SLOW = [case for case in ALL if MESHES[case[-1]].size == 6]
 
 def marked(cases: list[tuple]) -> list:
     return [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else []) for case in cases]
+
+
+def mixed_learner(path: Path, flags: str, ranks: Ranks | None = None):
+    learner = make_learner(path, flags, ranks=ranks)
+    if "qwen3_5" in path.name:  # Linear attention is computed on padded rows.
+        choose_forward(learner.policy, learner.ranks)
+    return learner
 
 
 def ragged(num: int, seed: int, is_pairs: bool) -> list[TrainingSample]:
@@ -237,7 +285,7 @@ def compare(ranks: Ranks, folder: str, cases: str) -> dict:
     }
     for case, num, mesh in [c for c in json.loads(cases) if c[-1] in on]:
         model, flags = CASES[case][:2]
-        learner = make_learner(folder / model, flags, ranks=on[mesh])
+        learner = mixed_learner(folder / model, flags, ranks=on[mesh])
         expected, weights = (
             load_file(folder / f"{case} {num}.safetensors"),
             list(learner.policy.parameters()),
@@ -266,7 +314,7 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
     distances = {"written": written / sum(v.nbytes for v in before.values())}
     sharded = on_mesh(ranks, Mesh(dp_shard=ranks.size))
     for name, on in (("to one rank", alone), ("to dp", sharded), ("and back", ranks)):
-        other = make_learner(folder / model, flags, ranks=on)
+        other = mixed_learner(folder / model, flags, ranks=on)
         load_checkpoint(saved, {"policy": other})
         distances[name] = distance(before, everything(other))
         barrier(ranks)  # all have read it
@@ -279,7 +327,7 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
         learner.policy, AutoTokenizer.from_pretrained(folder / model), folder / "export", ranks
     )
     barrier(ranks)
-    exported = make_learner(folder / "export", flags, ranks=alone)
+    exported = mixed_learner(folder / "export", flags, ranks=alone)
     weights = {n: full(w) for n, w in learner.named_weights()}
     distances["exported"] = distance({n: full(w) for n, w in exported.named_weights()}, weights)
     barrier(ranks)
@@ -350,7 +398,7 @@ def results(request, tmp_path_factory):
     draw_model(folder / "counted", "qwen3", **SIZES)
     for case, (model, flags, nums) in CASES.items():
         for num in nums:
-            learner = make_learner(folder / model, flags)
+            learner = mixed_learner(folder / model, flags.replace(ALWAYS, ""))
             start = {n: full(w) for n, w in learner.named_weights()}
             learn = take_steps if flags == MUON else train
             facts[f"{case}, {num}"] = learn(learner, num)
@@ -534,6 +582,9 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
         ValueError, match=r"--dp_replicate 1 \* --cp 3 \* --tp 1 must divide the 8 ranks"
     ):
         make_mesh(8, cp=3)
+    assert make_mesh(8, dp_replicate=2, cp=2, ep=4).ep == 4
+    with pytest.raises(ValueError, match="--ep=8 must divide the 4 ranks of one copy"):
+        make_mesh(8, dp_replicate=2, cp=2, ep=8)
 
 
 @pytest.mark.parametrize(
@@ -573,6 +624,53 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
     check_tensor_parallel(1, config)
     with pytest.raises(ValueError, match=message):
         check_tensor_parallel(tp, config)
+
+
+@pytest.mark.parametrize(
+    "ep, arch, change, lora, message",
+    [
+        (3, "qwen3_moe", {}, {}, r"--ep=3 must divide the model's 4 experts; try --ep 2"),
+        (8, "gpt_oss", {}, {}, r"--ep=8 must divide the model's 4 experts; try --ep 4"),
+        (2, "qwen3", {}, {}, "--ep=2: a qwen3 model has no plan for experts in transformers; take"),
+        (2, "llama4_text", {}, {}, "--ep=2: a llama4_text model has no plan for experts .*--ep 1"),
+        (2, "gemma4_text", {}, {}, "--ep=2: a gemma4_text model splits layers as colwise, which"),
+        (2, "qwen3_moe", {}, {"rank": 2, "targets": "experts"}, "--ep=2 splits no adapters on exp"),
+        (
+            "auto",
+            "qwen3_moe",
+            {},
+            {"rank": 2, "quantize": "nf4"},
+            "no quantized model; take --ep 1",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_split_are_refused_by_name(ep, arch, change, lora, message):
+    config = AutoConfig.for_model(arch, **SMALL | EXPERTS | change)
+    check_expert_parallel(1, config, LoraConfig(**lora))
+    with pytest.raises(ValueError, match=message):
+        check_expert_parallel(ep, config, LoraConfig(**lora))
+
+
+@pytest.mark.parametrize(
+    "flags, num_ranks, experts, expected",
+    [
+        ("", 4, 4, Mesh(dp_shard=4)),
+        ("--ep 2", 4, 4, Mesh(dp_shard=4, ep=2)),
+        ("--ep auto", 4, 6, Mesh(dp_shard=4, ep=2)),
+        ("--ep auto --cp 2", 4, 4, Mesh(dp_shard=2, cp=2, ep=4)),
+        ("--ep auto --dp_replicate 2", 4, 4, Mesh(dp_replicate=2, dp_shard=2, ep=2)),
+        ("--ep auto", 48, 48, Mesh(dp_shard=48, ep=8)),
+        ("--ep auto", 4, 0, Mesh(dp_shard=4)),
+    ],
+)
+def test_auto_splits_experts_over_as_many_ranks_as_divide_them(
+    tmp_path, flags, num_ranks, experts, expected
+):
+    sizes = SMALL | EXPERTS | dict.fromkeys(("num_experts", "num_local_experts"), experts)
+    AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **sizes).save_pretrained(tmp_path)
+    options = flags if "dp_replicate" in flags else f"{flags} --dp_replicate 1"
+    config = parse_config(words("--env_path x.py --out x --model", tmp_path, options))
+    assert mesh_of_flags(config, num_ranks, ["policy"]) == expected
 
 
 def test_an_embedding_in_the_plan_changes_nothing():

@@ -93,7 +93,7 @@ class RingPlan(AttentionPlan):
         """(keys and values, segments) of each rank, this rank first. The next ones travel while the
         caller computes. With a window, the keys of all ranks at once."""
         if window is not None:
-            yield [self.gathered(x) for x in kv], self.near(window)
+            yield [gathered_rows(x, self.group) for x in kv], self.near(window)
             return
         for step in range(self.size):
             is_last = step + 1 == self.size
@@ -131,18 +131,24 @@ class RingPlan(AttentionPlan):
 
         return wait
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """[cp * T, G, D], in the order of the ranks."""
-        out = x.new_empty(self.size * len(x), *x.shape[1:])
-        dist.all_gather(list(out.chunk(self.size)), x.contiguous(), group=self.group)
-        return out
-
     def scattered(self, grad: Tensor) -> Tensor:
         """[T, G, D], this rank's rows of the sum over ranks, in fp32 or fp64."""
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        summed = grad.new_empty(len(grad) // self.size, *grad.shape[1:])
-        dist.reduce_scatter(summed, list(grad.chunk(self.size)), group=self.group)
-        return summed
+        return summed_rows(grad, self.group)
+
+
+def gathered_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, in their order. Each rank has equally many."""
+    out = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather(list(out.chunk(group.size())), x.contiguous(), group=group)
+    return out
+
+
+def summed_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of the sum over ranks."""
+    summed = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter(summed, list(x.contiguous().chunk(group.size())), group=group)
+    return summed
 
 
 class FromShards(torch.autograd.Function):

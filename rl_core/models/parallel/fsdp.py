@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import logging
 import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -42,6 +44,9 @@ def shard_policy(
     """Shards each block and the rest of the policy (FSDP2; HSDP with several replicas), after the
     policy's own split. Computes in `dtype` and reduces gradients in fp32."""
     assert ranks.weights_mesh is not None
+    # torch advises on every rank to gather weights that are split twice in another way, which FSDP2
+    # does not offer.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     placement = policy.split(ranks.weights_mesh)
     dims = ("dp_replicate", "dp_shard_cp") if ranks.mesh.dp_replicate > 1 else ("dp_shard_cp",)
     offload = OffloadPolicy()
@@ -49,6 +54,16 @@ def shard_policy(
         offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     kwargs = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    if ranks.experts_mesh is not None:
+        from rl_core.models.parallel.expert_parallel import split_again, split_experts
+
+        others = ranks.experts_mesh[(*dims[:-1], "expert_shard")]
+        again = partial(split_again, num_parts=ranks.experts_mesh["expert_shard"].size())
+        # The router's weights stay in their dtype.
+        as_given = dataclasses.replace(precision, cast_forward_inputs=False)
+        of_experts = {"mp_policy": as_given, "shard_placement_fn": again, "offload_policy": offload}
+        for experts in split_experts(policy.hf, ranks.experts_mesh["ep"]):
+            fully_shard(experts, mesh=others, **of_experts)
     blocks = [*blocks_of(policy.hf)]
     if policy.vision is not None:
         blocks += tower_blocks(policy.hf)

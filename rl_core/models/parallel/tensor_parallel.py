@@ -8,7 +8,6 @@ are split over the vocabulary.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
@@ -134,9 +133,6 @@ class TensorParallelPolicy(Policy):
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
-        # torch advises on every rank to gather weights that are split twice in another way, which
-        # FSDP2 does not offer.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         # Each rank has the same unsharded weights, or none yet, so nothing is sent.
         split(hf.base_model, parallelize_plan=plan)
         readers = [name.rpartition(".")[0] for name in plan]  # Attention and MLP.
@@ -153,12 +149,7 @@ class TensorParallelPolicy(Policy):
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         self.finish_gradients()
-        # torch takes the norm only of tensors on one mesh.
-        by_mesh: dict[DeviceMesh, list[Tensor]] = {}
-        for grad in grads:
-            by_mesh.setdefault(cast(DTensor, grad).device_mesh, []).append(grad)
-        norms = [super(TensorParallelPolicy, self).gradient_norm(g) for g in by_mesh.values()]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        return super().gradient_norm(grads)
 
     def finish_gradients(self) -> None:
         """Sums the gradients of replicated weights that act on a rank's heads: norms of queries or

@@ -13,7 +13,7 @@ from rl_core.types import InputImage
 def why_no_images(config: Config, name: str, custom: CustomComponents | None = None) -> str:
     """Reason why an actor whose model sees gets no images in this run; "" if it does."""
     settings, trained = config.of(name), config.actors[name].is_trained
-    for flag, default in (("cp", 1), ("tp", 1), ("rollout_ranks", 0)):
+    for flag, default in (("cp", 1), ("tp", 1), ("ep", 1), ("rollout_ranks", 0)):
         if getattr(config, flag) > default:
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
     made = custom and custom.engine

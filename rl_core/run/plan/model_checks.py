@@ -43,6 +43,10 @@ def checked_chat(config: Config, name: str) -> Chat:
         parts = split(settings.learner.train) or LANGUAGE
         check_lora(actor.lora, model_config, parts)
     check_kernels(config, model_config, actor.lora if actor.is_trained else None)
+    if actor.is_trained and config.ep != 1:
+        from rl_core.models.parallel.expert_parallel import check_expert_parallel
+
+        check_expert_parallel(config.ep, model_config, actor.lora)
     num_rows = model_config.get_text_config().vocab_size
     critic_model = settings.critic.model
     if actor.is_trained and critic_model:

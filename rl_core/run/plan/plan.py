@@ -24,10 +24,10 @@ from rl_core.data.tasks.sources import (
     naming_recipes,
     train_tasks,
 )
-from rl_core.distributed import MESH_FLAGS, Mesh, make_mesh
+from rl_core.distributed import Mesh
 from rl_core.engines.options import engine_factory
 from rl_core.environments import run_checks
-from rl_core.models.parallel.replicas import num_replicas
+from rl_core.models.parallel.replicas import mesh_of_flags
 from rl_core.plugin import CustomComponents
 from rl_core.run.display.terminal import quiet
 from rl_core.run.plan.engine import choose_engine, num_ranks, rank_groups_of
@@ -157,10 +157,7 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
         group = next(group for group in rank_groups if rank in group.ranks)
         mesh, local = group.mesh, group.actors
     else:
-        sizes = {name: getattr(config, name) for name in MESH_FLAGS}
-        num_learners = num_ranks() - config.rollout_ranks
-        sizes["dp_replicate"] = num_replicas(config, num_learners, config.trained)
-        mesh = make_mesh(num_ranks(), **sizes)
+        mesh = mesh_of_flags(config, num_ranks(), config.trained, config.rollout_ranks)
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
     return Plan(

@@ -1,0 +1,239 @@
+"""Expert parallelism (--ep): each of `ep` ranks holds a share of the experts of every layer, by
+transformers' plan for the model. The ranks have different tokens.
+
+    rank              0                      1
+    tokens            a b c                  d e
+    gathered          a b c d e .            a b c d e .        padded to the longest
+    rows              choices of experts     choices of experts
+                      of rank 0              of rank 1
+    output            sums of a b c          sums of d e        reduce-scatter of all rows' outputs
+
+A rank computes no row for an expert of another rank, so that nothing has to be masked. All that is
+not an expert is replicated or sharded as without --ep.
+
+Legend: T tokens of a rank, N gathered tokens, K experts of a token, P rows of this rank's experts,
+D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.functional import pad
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rl_core.config import Config, LoraConfig
+from rl_core.models.loading import load_model_config, on_meta
+from rl_core.models.parallel.context_parallel import gathered_rows, summed_rows
+from rl_core.models.policy import backbone
+
+# Style of weights with a row for each expert, and styles of modules around them.
+SPLIT, AROUND = "grouped_gemm", {"ep_dispatch_experts", "ep_router", "moe_tp_experts"}
+MAX_AUTO = 8  # More ranks would gather more tokens than an expert's rows are worth.
+
+
+def ep_plan(model_config: PretrainedConfig) -> dict[str, str]:
+    """Layer of the language model, with * for numbers -> style of its split over ranks."""
+    return getattr(model_config.get_text_config(), "base_model_ep_plan", None) or {}
+
+
+def split_weights(model_config: PretrainedConfig) -> list[str]:
+    """Weights of the language model with a row for each expert, with * for numbers."""
+    return [name for name, style in ep_plan(model_config).items() if style == SPLIT]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name in the language model -> each module that holds the experts of a layer."""
+    owners = {name.rpartition(".")[0] for name in split_weights(hf.config)}
+    modules = backbone(hf).named_modules()
+    return {name: module for name, module in modules if matches(name, owners)}
+
+
+def num_experts(model_config: PretrainedConfig) -> int:
+    """Experts of a layer. Raises ValueError if they cannot be split over ranks."""
+    family, plan = model_config.get_text_config().model_type, ep_plan(model_config)
+    if not plan:
+        raise ValueError(f"a {family} model has no plan for experts in transformers")
+    if unknown := sorted(set(plan.values()) - {SPLIT, *AROUND}):
+        raise ValueError(
+            f"a {family} model splits layers as {unknown[0]}, which rl_core does not support"
+        )
+    sizes = set()
+    for owner, module in expert_modules(on_meta(model_config)).items():
+        for name, weight in module.named_parameters():
+            if not matches(f"{owner}.{name}", split_weights(model_config)):
+                raise ValueError(f"the plan for a {family} model leaves out its experts' {name}")
+            sizes.add(weight.shape[0])
+    if len(sizes) != 1:
+        raise ValueError(f"layers of a {family} model have {sorted(sizes)} experts")
+    return sizes.pop()
+
+
+def check_expert_parallel(
+    ep: int | str, model_config: PretrainedConfig, lora: LoraConfig | None = None
+) -> None:
+    """Raises ValueError if the experts of a model that is trained cannot be split over `ep` ranks,
+    before any weight is read."""
+    if ep == 1:
+        return
+    if lora is not None and lora.rank and ("experts" in lora.targets or lora.quantize != "none"):
+        raise ValueError(
+            f"--ep={ep} splits no adapters on experts and no quantized model; take --ep 1, or "
+            "--actors.policy.lora.targets without experts and no --actors.policy.lora.quantize"
+        )
+    if ep == "auto":
+        return
+    try:
+        num = num_experts(model_config)
+    except ValueError as error:
+        raise ValueError(f"--ep={ep}: {error}; take --ep 1") from None
+    check_division(int(ep), num)
+
+
+def check_division(ep: int, num: int) -> None:
+    if num % ep:
+        fits = max(n for n in range(1, ep) if num % n == 0)
+        raise ValueError(f"--ep={ep} must divide the model's {num} experts; try --ep {fits}")
+
+
+def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> int:
+    """--ep for these actors on `num_shards` ranks of a copy. `auto`: the largest number up to
+    MAX_AUTO that divides the ranks and every model's experts; 1 if a model has none."""
+    if config.ep != "auto":
+        return config.ep
+    common = num_shards
+    for name in actors:
+        path = config.actors[name].model
+        if path is None:  # It trains an adapter of another actor's weights.
+            continue
+        try:
+            num = num_experts(load_model_config(path))
+        except (OSError, ValueError):  # The checks of models report an unreadable one.
+            num = 1
+        common = math.gcd(common, num)
+    return max(n for n in range(1, MAX_AUTO + 1) if common % n == 0)
+
+
+def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Splits the experts of each layer over the mesh of `ep` ranks. Returns their modules, which
+    FSDP shards over the other ranks of a copy."""
+    modules = list(expert_modules(hf).values())
+    for module in modules:
+        for name, weight in module.named_parameters():
+            check_division(mesh.size(), len(weight))
+            # Each rank has the same unsharded weights, or none yet, so nothing is sent.
+            split = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(split, weight.requires_grad))
+        Dispatch(module, mesh)
+    return modules
+
+
+def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
+    """The dimension by which FSDP splits a share of experts over `num_parts` ranks: experts, or
+    rows of each. Raises ValueError if neither can be split evenly."""
+    assert isinstance(parameter, DTensor)
+    num, size, ep = *parameter.shape[:2], parameter.device_mesh.size()
+    if num // ep % num_parts == 0:
+        return Shard(0)
+    if size % num_parts == 0:
+        return Shard(1)
+    raise ValueError(
+        f"--ep={ep}: the other {num_parts} ranks of a copy must divide the {num // ep} experts of "
+        f"a rank, or their size of {size}; try --ep 1, or a multiple of {ep}"
+    )
+
+
+class Dispatch:
+    """Brings the tokens of all ranks to the experts of this rank, and the outputs back, by hooks
+    around the experts of a layer."""
+
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh):
+        total = next(experts.parameters()).shape[0]
+        self.group, self.num_tokens = mesh.get_group(), 0
+        self.num_experts = total // mesh.size()
+        self.first = mesh.get_local_rank() * self.num_experts
+        # The forward counts its experts.
+        experts.num_experts = self.num_experts  # pyright: ignore[reportArgumentType]
+        self.sharded: dict[str, nn.Parameter | None] = {}
+        self.tokens_P = torch.empty(0, dtype=torch.long)
+        experts.register_forward_pre_hook(self.before)
+        experts.register_forward_hook(self.after, always_call=True)
+
+    def before(self, experts: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """(hidden states [T, D], experts [T, K] and their weights [T, K]) of this rank's tokens ->
+        the same [P, D], [P, 1], [P, 1] of the rows of this rank's experts."""
+        hidden_TD, chosen_TK, weights_TK = args
+        self.num_tokens, device = len(hidden_TD), hidden_TD.device
+        lengths = gathered_rows(torch.tensor([self.num_tokens], device=device), self.group)
+        missing = int(lengths.max()) - self.num_tokens
+        hidden_ND, weights_NK = FromRanks.apply(self.group, missing, hidden_TD, weights_TK)
+        chosen_NK = gathered_rows(pad(chosen_TK, (0, 0, 0, missing), value=-1), self.group)
+        local_NK = chosen_NK - self.first
+        is_mine = (local_NK >= 0) & (local_NK < self.num_experts)
+        self.tokens_P, choices_P = is_mine.nonzero(as_tuple=True)
+        self.size = hidden_ND.shape
+        # Without a row of weight 0 a rank whose experts nobody chose would have another graph.
+        rows_PD = pad(hidden_ND[self.tokens_P], (0, 0, 0, 1))
+        local_P = pad(local_NK[self.tokens_P, choices_P], (0, 1))
+        weights_P = pad(weights_NK[self.tokens_P, choices_P], (0, 1))
+        # The products need plain tensors.
+        self.sharded = dict(experts._parameters)
+        for name, weight in self.sharded.items():
+            experts._parameters[name] = weight.to_local()  # pyright: ignore
+        return rows_PD, local_P[:, None], weights_P[:, None]
+
+    def after(self, experts: nn.Module, args: tuple, rows_PD: Tensor | None) -> Tensor | None:
+        """[T, D], the sum over ranks of the rows of this rank's tokens."""
+        experts._parameters.update(self.sharded)
+        if rows_PD is None:  # The forward failed.
+            return None
+        kind = torch.promote_types(rows_PD.dtype, torch.float32)
+        sums_ND = torch.zeros(self.size, dtype=kind, device=rows_PD.device)
+        sums_ND = sums_ND.index_add(0, self.tokens_P, rows_PD[:-1].to(kind))
+        return ToRanks.apply(self.group, self.num_tokens, sums_ND.to(rows_PD.dtype))
+
+
+class FromRanks(torch.autograd.Function):
+    """Each tensor [T, ...] -> [N, ...], padded rows of all ranks. The gradient is the sum over
+    ranks, scaled as ToRanks undoes it."""
+
+    @staticmethod
+    def forward(ctx, group, missing, *tensors):
+        ctx.group, ctx.num_tokens = group, len(tensors[0])
+        return tuple(gathered_rows(pad(x, (0, 0, 0, missing)), group) for x in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        size, sums = ctx.group.size(), []
+        for grad, is_needed in zip(grads, ctx.needs_input_grad[2:], strict=True):
+            total = summed_rows(grad, ctx.group)[: ctx.num_tokens] * size if is_needed else None
+            sums.append(total)
+        return None, None, *sums
+
+
+class ToRanks(torch.autograd.Function):
+    """[N, D] -> [T, D], this rank's rows of the sum over ranks. The gradient is divided by the
+    number of ranks: an expert gets the gradient of all their tokens, and FSDP averages over other
+    ranks only."""
+
+    @staticmethod
+    def forward(ctx, group, num_tokens, sums_ND):
+        summed = summed_rows(sums_ND, group)
+        ctx.group, ctx.missing = group, len(summed) - num_tokens
+        # FSDP warns of views.
+        return summed[:num_tokens].clone() if ctx.missing else summed
+
+    @staticmethod
+    def backward(ctx, grad):
+        padded = pad(grad, (0, 0, 0, ctx.missing))
+        return None, None, gathered_rows(padded, ctx.group) / ctx.group.size()
