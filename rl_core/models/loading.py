@@ -23,6 +23,7 @@ from transformers.conversion_mapping import (
     get_model_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from rl_core.config import Config
@@ -111,6 +112,14 @@ def save_as_published(model: PreTrainedModel) -> None:
             if getattr(operation, "check_dims", False):
                 operation.check_dims = False
                 model.__dict__["_weight_conversions"] = conversions
+
+
+def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:
+    """Names of tensors that from_pretrained(dtype=dtype) has in fp32, such as routers."""
+    if not (kept := model._get_dtype_plan(dtype)):
+        return []
+    pattern, _, _ = build_glob_alternation(list(kept))
+    return [name for name in model.state_dict() if pattern.search(name)]
 
 
 def load_hf_model(

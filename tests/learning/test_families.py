@@ -25,8 +25,10 @@ from models_table import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl_core.config import LoraConfig
 from rl_core.data.image_families import FAMILIES as SEEING
 from rl_core.data.packing import pack_samples
+from rl_core.distributed import close_ranks
 from rl_core.engines.hf_sampling import choose_sampler
 from rl_core.engines.options import make_sampler
 from rl_core.engines.weights import checkpoint_weights
@@ -121,14 +123,23 @@ def test_an_export_keeps_in_fp32_what_transformers_does(name, dtype, tmp_path):
     saved.save_pretrained(tmp_path / "saved")
     # Weights stay in fp32, of a model in this dtype.
     shutil.copy(tmp_path / "saved/config.json", tmp_path / "model")
-    policy = make_policy(str(tmp_path / "model"), torch.float32, init_ranks(60))
-    export_policy(policy, tokenizer, tmp_path / "hf", init_ranks(60))
-    expected, exported = (load_file(tmp_path / x / "model.safetensors") for x in ("saved", "hf"))
+    adapters, sharding = {"default": (LoraConfig(rank=2), 1)}, init_ranks(60, is_sharded=True)
+    policies = {
+        "hf": make_policy(str(tmp_path / "model"), torch.float32, init_ranks(60)),
+        # Shards of frozen weights in this dtype, with an adapter that adds 0.
+        "lora": make_policy(str(tmp_path / "saved"), dtype, sharding, adapters=adapters),
+    }
+    expected = load_file(tmp_path / "saved/model.safetensors")
     assert {weight.dtype for weight in expected.values()} == {dtype, torch.float32}
-    assert exported.keys() == expected.keys()
-    for weight_name, weight in expected.items():
-        assert exported[weight_name].dtype == weight.dtype, weight_name
-        assert exported[weight_name].equal(weight), weight_name
+    for folder, policy in policies.items():
+        adapter = "default" if folder == "lora" else ""
+        export_policy(policy, tokenizer, tmp_path / folder, init_ranks(60), adapter)
+        exported = load_file(tmp_path / folder / "model.safetensors")
+        assert exported.keys() == expected.keys()
+        for weight_name, weight in expected.items():
+            assert exported[weight_name].dtype == weight.dtype, (folder, weight_name)
+            assert exported[weight_name].equal(weight), (folder, weight_name)
+    close_ranks(sharding)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma"])

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from rl_core.distributed import Ranks
-from rl_core.models.loading import load_hf_model
+from rl_core.models.loading import kept_in_fp32, load_hf_model
 from rl_core.models.policy import Policy, blocks_of, tower_blocks
 
 CONVERT = WeightConverter.convert
@@ -77,15 +77,18 @@ def load_on_meta(
     path: str, dtype: torch.dtype, is_scoring: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Tensor | FusedWeight]]:
     """(an empty model of `dtype` on "meta", name -> weight in its files, to be indexed). Tied
-    weights stay tied."""
+    weights stay tied. What transformers keeps in fp32 is in fp32."""
     with fused_later() as fused:
         model = load_hf_model(path, "auto", None, is_scoring)
     weights: dict[str, Tensor | FusedWeight] = dict(model.named_parameters())
     empty: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
+    held = dict.fromkeys(kept_in_fp32(model, dtype), torch.float32)
+    for prefix, module in model.named_modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight not in empty:
-                empty[weight] = nn.Parameter(torch.empty_like(weight, dtype=dtype, device="meta"))
+                in_dtype = held.get(f"{prefix}.{name}", dtype)
+                like = torch.empty_like(weight, dtype=in_dtype, device="meta")
+                empty[weight] = nn.Parameter(like)
             module._parameters[name] = None if weight is None else empty[weight]
     return model, weights | fused
 

@@ -30,13 +30,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from transformers.core_model_loading import build_glob_alternation
 
 from rl_core.data.pretrained import Tokenizer
 from rl_core.data.rows import rename_into_place, replaced
 from rl_core.distributed import Ranks, all_gather_json, barrier, local
 from rl_core.learning.learner import Learner
-from rl_core.models.loading import save_as_published
+from rl_core.models.loading import kept_in_fp32, save_as_published
 from rl_core.models.policy import Policy
 from rl_core.models.weight_gathering import dtype_of
 from rl_core.types import JSONObject, RunError
@@ -322,10 +321,7 @@ def export_dtypes(plain: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch
     """Dtypes of tensors by name, as from_pretrained(dtype=dtype) has them: some families keep
     routers or other modules in fp32."""
     dtypes = {name: value.dtype for name, value in plain.state_dict().items()}
-    if kept := plain._get_dtype_plan(dtype):
-        pattern, _, _ = build_glob_alternation(list(kept))
-        dtypes |= {name: torch.float32 for name in dtypes if pattern.search(name)}
-    return dtypes
+    return dtypes | dict.fromkeys(kept_in_fp32(plain, dtype), torch.float32)
 
 
 def set_dtype(config: PretrainedConfig, dtype: torch.dtype) -> None:
