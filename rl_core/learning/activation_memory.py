@@ -20,6 +20,7 @@ class Widths:
     intermediate: int  # I
     queries: int  # Q, summed over heads
     keys: int  # K, summed over heads
+    chosen: int = 0  # experts that a token is routed to
 
 
 def widths(text: PretrainedConfig) -> Widths:
@@ -32,6 +33,7 @@ def widths(text: PretrainedConfig) -> Widths:
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         queries=heads * head_dim,
         keys=(size_of_layers(text, "num_key_value_heads") or heads) * head_dim,
+        chosen=getattr(text, "num_experts_per_tok", None) or 0,
     )
 
 
@@ -49,10 +51,11 @@ def tower_widths(vision: PretrainedConfig) -> Widths:
 
 
 def block_bytes(size: Widths, w: int, tp: int) -> float:
-    """Bytes per token that one block keeps for its backward: norms, attention, MLP. w: bytes of a
-    number in the compute dtype."""
+    """Bytes per token that one block keeps for its backward: norms, attention, MLP, inputs and
+    outputs of experts. w: bytes of a number in the compute dtype."""
     norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
-    return norms + (attention + 4 * w * size.intermediate) / tp
+    of_experts = 2 * w * size.chosen * size.hidden
+    return norms + of_experts + (attention + 4 * w * size.intermediate) / tp
 
 
 def activation_bytes(size: Widths, w: int, tp: int, recomputes: bool) -> float:

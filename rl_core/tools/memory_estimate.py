@@ -7,6 +7,7 @@ trained tokens of a microbatch on one rank. docs/parallelism.md has the largest 
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -49,6 +50,8 @@ class Size(Widths):
 
     total: int
     linear: int  # parameters of matrices in blocks: LoRA freezes them, nf4 quantizes them
+    experts: int  # parameters of stacks of experts, in none of `linear`
+    largest_layer: int  # parameters of the experts of one layer
     adapted: int  # inputs and outputs of all matrices that LoRA's targets name
     adapters: int  # trained parameters of LoRA; 0: all parameters are trained
     vocabulary: int  # V
@@ -68,6 +71,7 @@ def model_size(actor: ActorConfig, parts: str | None = None) -> Size:
     text = hf.get_text_config()
     wanted = split(actor.lora.targets)
     linear = adapted = 0  # parameters; inputs and outputs of matrices that have an adapter
+    of_layer: Counter[str] = Counter()  # Parameters of the experts of each layer.
     for module in model.base_model.modules():
         if isinstance(module, torch.nn.Linear):
             linear += module.weight.numel()
@@ -75,11 +79,16 @@ def model_size(actor: ActorConfig, parts: str | None = None) -> Size:
         if "all-linear" in wanted or name.rpartition(".")[2] in wanted:
             adapted += module.in_features + module.out_features
     for name, weight in model.named_parameters():
-        if "experts" in wanted and "experts" in name and weight.ndim == 3:
+        if "experts" not in name or weight.ndim != 3:
+            continue
+        of_layer[name.rpartition(".")[0]] += weight.numel()
+        if "experts" in wanted:
             adapted += weight.shape[0] * sum(weight.shape[1:])
     return Size(
         total=sum(weight.numel() for weight in model.parameters()),
         linear=linear,
+        experts=sum(of_layer.values()),
+        largest_layer=max(of_layer.values(), default=0),
         adapted=adapted,
         adapters=actor.lora.rank * adapted,
         **asdict(widths(text)),
@@ -112,10 +121,14 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     if w == 2:
         logits += min(KEPT_LOGIT_BYTES, 2 * tokens * size.vocabulary)
     trained_ids = 0 if size.adapters else size.vocabulary
-    # A rank gathers a tp-th of the matrices of the block that is computed and of the next. In a
-    # lower precision one rank has a copy of them too.
+    # A rank gathers a tp-th of the matrices of the block that is computed and of the next. With ep
+    # FSDP gathers experts apart from their block: an ep-th of one layer's at a time. In a lower
+    # precision one rank has a copy of them too.
     is_sharded = shards > 1 or w != 4 or learner.offload == "always"
-    gathered = w * (size.total - size.linear + 2 * size.linear / size.layers) / mesh.tp
+    around = size.total - size.linear - size.experts
+    of_experts = size.largest_layer * (2 if mesh.ep == 1 else 1 / mesh.ep)
+    of_blocks = 2 * size.linear / size.layers + of_experts
+    gathered = w * (around + of_blocks) / mesh.tp
     table: Table = {
         "weights": (weights * while_sampling, weights * while_learning),
         "optimizer": (moments * while_sampling, moments * while_learning),
@@ -125,6 +138,9 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         # Sums of the hidden states' gradient in fp32, and the gradient of a head that is trained.
         "logprobs": (0.0, logits + size.hidden * (4 * tokens + w * trained_ids / mesh.tp)),
     }
+    if mesh.ep > 1:
+        # A layer's tokens of all ranks, and their outputs in fp32 and in the compute dtype.
+        table["tokens of ep ranks"] = (0.0, mesh.ep * tokens * size.hidden * (2 * w + 4))
     if num_images := image_tokens(plan):
         assert actor.model
         held = image_bytes(config, actor.model, size, w) * num_images
@@ -140,6 +156,22 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         held = (4 + state_bytes(config.optim.name)) * size.total / shards
         table["critic, its optimizer"] = (held * while_sampling, held * while_learning)
     return table
+
+
+def sync_bytes(plan: Plan, name: str, size: Size) -> float:
+    """Most memory that weights take on one rank on their way to an engine, in addition to both
+    sides' own: the experts of a layer are gathered, and split for a server into buckets, two of
+    which are in use."""
+    from rl_core.engines.options import engine_classes
+    from rl_core.models.loading import compute_dtype
+    from rl_core.models.weight_gathering import GROUP_BYTES
+    from rl_core.sampling.engine import WeightOwner
+
+    config, w = plan.config, compute_dtype(plan.config).itemsize
+    gathered = max(2 * GROUP_BYTES, w * size.largest_layer)
+    if engine_classes(config)[name].weight_owner is not WeightOwner.SERVER:
+        return gathered
+    return 2 * gathered + 2 * config.engine_bucket_mib * 2**20
 
 
 def image_tokens(plan: Plan) -> float:
@@ -292,6 +324,7 @@ def facts(plan: Plan) -> JSONObject:
             "parameters": size.total,
             "adapter_parameters": size.adapters,
             "bytes_on_one_rank": rounded(table),
+            "sync_bytes": round(sync_bytes(plan, name, size)) if config.is_rl else 0,
         }
     assert plan.train is not None
     num_tasks = plan.num_tasks or config.num_steps * config.tasks_per_step

@@ -90,6 +90,9 @@ def describe(report: JSONObject) -> str:
         for title, row in report.get("gpu", actor)["bytes_on_one_rank"].items():
             sample, learn = (f"{size / GIB:.3g}" if size else "-" for size in row.values())
             lines.append(f"{title:<22} {sample:>10} {learn:>10}")
+        if actor["sync_bytes"]:
+            sync = actor["sync_bytes"] / GIB
+            lines.append(f"{'while weights are sent, at most':<33} {sync:>10.3g}")
     if "gpu" in report:
         from rl_core.tools.gpu_fit import describe_fit
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import bench_images
@@ -17,7 +18,12 @@ from bench_learner import model_config
 from models_table import make_family
 from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from rl_core.config import ActorConfig, parse_config
 from rl_core.data.images import read_image
@@ -27,7 +33,13 @@ from rl_core.models.policy import blocks_of
 from rl_core.run.plan.plan import make_plan
 from rl_core.run.process.joining import init_ranks
 from rl_core.tools.cli import main
-from rl_core.tools.memory_estimate import engine_bytes, facts, learner_bytes, model_size
+from rl_core.tools.memory_estimate import (
+    engine_bytes,
+    facts,
+    learner_bytes,
+    model_size,
+    sync_bytes,
+)
 from rl_core.tools.plan import describe
 from rl_core.trainer import Trainer
 
@@ -117,23 +129,31 @@ def test_a_teacher_is_as_large_as_the_one_that_a_learner_has(flags, make_model):
 
 
 MESHES = (Mesh(dp_shard=4), Mesh(dp_shard=2, tp=2))
+OF_EXPERTS = (Mesh(dp_shard=4), Mesh(dp_shard=4, ep=2), Mesh(dp_shard=4, ep=4))
 
 
-def test_gathered_weights_are_about_those_of_an_update_over_four_ranks(make_model, flags):
-    model = make_model(layers=6)
-    plan = make_plan(parse_config([*flags, "--model", str(model)]))
-    actor = plan.config.actors["policy"]
-    size = model_size(actor)
-    for of_rank in kit.of_ranks(4, __file__, "gathered_bytes", model):
-        for mesh, (before, most) in zip(MESHES, of_rank, strict=True):
-            planned = learner_bytes(plan, actor, size, mesh)["gathered weights"]
-            assert before == 0 and planned == (0, pytest.approx(most, rel=0.1))
+def test_gathered_weights_are_about_those_of_an_update_over_four_ranks(make_model, flags, tmp_path):
+    model, experts = make_model(layers=6), tmp_path / "experts"
+    make_family(experts, "qwen3_moe")
+    found = kit.of_ranks(4, __file__, "gathered_bytes", model, experts)
+    for path, meshes in ((experts, OF_EXPERTS), (model, MESHES)):
+        plan = make_plan(parse_config([*flags, "--model", str(path)]))
+        actor = plan.config.actors["policy"]
+        size = model_size(actor)
+        for of_rank in found:
+            for mesh, (before, most) in zip(meshes, of_rank[str(path)], strict=True):
+                planned = learner_bytes(plan, actor, size, mesh)["gathered weights"]
+                assert before == 0 and planned == (0, pytest.approx(most, rel=0.1))
     assert learner_bytes(plan, actor, size, Mesh())["gathered weights"] == (0, 0)
 
 
-def test_activations_are_about_those_that_autograd_keeps(flags):
-    size = model_size(make_plan(parse_config(flags)).config.actors["policy"])
-    model, kept = AutoModelForCausalLM.from_pretrained(flags[1]), {}
+@pytest.mark.parametrize("family", ["", "qwen3_moe"])
+def test_activations_are_about_those_that_autograd_keeps(flags, family, tmp_path):
+    if family:
+        make_family(tmp_path / "model", family)
+        flags = [*flags, "--model", str(tmp_path / "model")]
+    actor = make_plan(parse_config(flags)).config.actors["policy"]
+    size, model, kept = model_size(actor), AutoModelForCausalLM.from_pretrained(actor.model), {}
     ours = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor):
@@ -359,10 +379,29 @@ def test_a_plan_for_a_gpu_is_for_sglang_in_bf16_and_shared_ranks(plan_8b, flags,
     assert "--gpu_gib counts one actor that learns, on the ranks" in capsys.readouterr().err
 
 
-def gathered_bytes(ranks, model) -> list[list[int]]:
-    """[before, most] bytes of unsharded weights on this rank, before an update and within it, of
-    each mesh."""
-    return [gathered_on(on_mesh(ranks, mesh), model) for mesh in MESHES]
+@pytest.mark.parametrize(
+    "hidden, of_expert, gib", [(2048, 768, 1.125), (4096, 1536, 4.5)], ids=["30B-A3B", "235B-A22B"]
+)
+def test_a_sync_takes_the_experts_of_a_layer(flags, tmp_path, hidden, of_expert, gib):
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": of_expert, "num_experts": 128}
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, vocab_size=104, **sizes)
+    config.save_pretrained(tmp_path / "model")
+    size = model_size(ActorConfig(model=str(tmp_path / "model")))
+    in_bf16 = [*flags, "--learner.dtype", "bfloat16"]
+    plan = make_plan(parse_config(in_bf16))
+    assert sync_bytes(plan, "policy", size) == gib * 2**30
+    plan = replace(plan, config=replace(plan.config, engine="sglang"))
+    assert sync_bytes(plan, "policy", size) == (2 * gib + 1) * 2**30  # Two buckets of 512 MiB.
+
+
+def gathered_bytes(ranks, model, experts) -> dict[str, list[list[int]]]:
+    """For each model [before, most] bytes of unsharded weights on this rank, before an update and
+    within it, of each mesh."""
+    meshes_of = {model: MESHES, experts: OF_EXPERTS}
+    return {
+        path: [gathered_on(on_mesh(ranks, mesh), path) for mesh in meshes]
+        for path, meshes in meshes_of.items()
+    }
 
 
 def gathered_on(ranks, model) -> list[int]:
@@ -373,7 +412,7 @@ def gathered_on(ranks, model) -> list[int]:
         if isinstance(m, FSDPModule)
     ]
 
-    def note(*_) -> None:
+    def note(*_: object) -> None:
         held = [
             tensor for group in groups for p in group.fsdp_params for tensor in p.all_gather_outputs
         ]
@@ -386,6 +425,8 @@ def gathered_on(ranks, model) -> list[int]:
     for block in blocks_of(learner.policy.hf):
         block.register_forward_hook(note)
         block.self_attn.register_full_backward_hook(note)
+        if hasattr(block.mlp, "experts"):
+            block.mlp.experts.act_fn.register_full_backward_hook(note)
     kit.learn(learner, ragged_samples())
     return [values[0], max(values)]
 
