@@ -36,6 +36,9 @@ class Algorithm:
         "group_norm",
         "baseline over the group; gae: a critic's; custom: advantage_fn; zero: a teacher's",
     )
+    baseline: Literal["group", "running"] = flag(
+        "group", "running: mean reward of earlier episodes, of the task where it has some"
+    )
     normalize: Literal["none", "batch", "env", "task"] = flag(
         "none", "whiten advantages over a batch or each task (environment); env: scale alone"
     )

@@ -189,6 +189,8 @@ class Trainer:
         ahead, every = self.config.max_staleness, self.config.tasks_per_step
         first = self.step if self.step == self.first_step else self.step + ahead
         last = min(self.step + ahead + 1, self.config.num_steps)
+        if self.config.online.on:  # Sessions come by refill().
+            every = 0
         self.worker.submit(self.draw_groups(every * max(0, last - first)))
         groups = await self.collect(every)
         for refill in self.hooks("refill"):
@@ -236,10 +238,10 @@ class Trainer:
         )
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
-        """Runs one step of a learner. With engines on other ranks the step runs in a thread, so
-        that conversations continue."""
+        """Runs one step of a learner. With engines on other ranks, or clients that must be
+        answered, the step runs in a thread."""
         learn = self.actors[name].learn
-        if self.ranks.rollout_ranks:
+        if self.ranks.rollout_ranks or self.config.online.on:
             metrics = await asyncio.to_thread(learn, samples, self.step)
         else:
             metrics = learn(samples, self.step)

@@ -146,6 +146,7 @@ class Trajectory:
     message_indices: list[int] = field(default_factory=list)
     reward: float | None = None  # None: not scored, because the episode failed
     reward_parts: dict[str, float] = field(default_factory=dict)
+    baseline: float = 0.0  # Subtracted from each return; see run/running_baseline.py.
     # None, or one for each turn, with `reward` as sum.
     turn_rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)

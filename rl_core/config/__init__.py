@@ -12,6 +12,7 @@ from rl_core.config.algorithm import (
 from rl_core.config.config import Config
 from rl_core.config.data import DataConfig, EnvConfig
 from rl_core.config.learner import LearnerConfig, OptimConfig
+from rl_core.config.online import OnlineConfig
 from rl_core.config.parse import (
     checked,
     flat,
@@ -45,6 +46,7 @@ __all__ = [
     "EvalConfig",
     "LearnerConfig",
     "LoraConfig",
+    "OnlineConfig",
     "OptimConfig",
     "PreferenceConfig",
     "RolloutConfig",

@@ -105,6 +105,13 @@ OF_ALGORITHM = [
         "take at least 2, or --algo.advantage none or gae",
     ),
     (
+        lambda c, a, f: (
+            a.baseline == "running" and (a.advantage != "none" or a.dynamic_sampling_rounds)
+        ),
+        "--algo.baseline=running compares an episode with earlier ones: leave out "
+        "dynamic_sampling_rounds, and --algo.advantage {a.advantage} or take none",
+    ),
+    (
         lambda c, a, f: c.critic != type(c.critic)() and not a.has_critic,
         "--critic.* has no meaning for the advantage {a.advantage}; leave it out, or take "
         "--algorithm ppo",

@@ -20,6 +20,7 @@ from rl_core.config.algorithm import (
 from rl_core.config.data import NO_ENV, DataConfig, EnvConfig
 from rl_core.config.flag_parsing import Section
 from rl_core.config.learner import LearnerConfig, OptimConfig
+from rl_core.config.online import OnlineConfig
 from rl_core.config.rollout import (
     AgentsConfig,
     EvalConfig,
@@ -121,6 +122,7 @@ class Config(Section):
     sampling: SamplingConfig = flag(SamplingConfig, "how tokens are drawn")
     rollout: RolloutConfig = flag(RolloutConfig, "episodes, deadlines, failures")
     agents: AgentsConfig = flag(AgentsConfig, "the endpoint of agent programs", only=RL)
+    online: OnlineConfig = flag(OnlineConfig, "a run that stays open", only=RL)
     sandbox: SandboxConfig = flag(SandboxConfig, "boxes of agents", only=RL)
     algo: AlgoConfig = flag(AlgoConfig, "advantage and loss", only=RL)
     critic: CriticConfig = flag(CriticConfig, "value model (ppo)", only=RL)

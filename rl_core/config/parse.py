@@ -134,7 +134,19 @@ def from_sections(*layers: JSONObject) -> Config:
     tree: JSONObject = {}
     for layer in layers:
         add(layer, tree)
+    if tree.get("online", {}).get("on") is True:
+        tree = add_online_defaults(tree)
     return validated("", tree, Config)
+
+
+def add_online_defaults(tree: JSONObject) -> JSONObject:
+    """The flags with the defaults of a run that stays open: sessions have no group, so that a
+    preset that compares a group gets a running baseline."""
+    from rl_core.config.online import DEFAULTS
+
+    if tree.get("algorithm", "grpo") == "grpo" and tree.get("group_size", 1) == 1:
+        tree.setdefault("algo", {}).setdefault("baseline", "running")
+    return DEFAULTS | tree
 
 
 def given_flags(argv: list[str]) -> list[tuple[str, JSON]]:
@@ -142,6 +154,7 @@ def given_flags(argv: list[str]) -> list[tuple[str, JSON]]:
     flags: list[tuple[str, JSON]] = []
     for arg in argv:
         name, equals, value = arg.partition("=")
+        name = "--online.on" if name == "--online" else name
         if name.startswith("--") and " " not in name:  # "--quantization fp8" is a value
             flags.append((name[2:], value if equals else True))
         elif flags and flags[-1][1] is True:

@@ -12,6 +12,7 @@ from rl_core.config.algorithm import OF_ALGORITHM, OF_REFERENCE
 from rl_core.config.config import Config
 from rl_core.config.data import OF_ENVIRONMENTS
 from rl_core.config.flag_parsing import flags_in
+from rl_core.config.online import OF_ONLINE
 from rl_core.errors import nearest, nearest_folder, refuse, require
 
 # (True if the rule is broken, message with fields of the rule's arguments). All rules before a rule
@@ -32,7 +33,7 @@ OF_RUN = [
         "none of the actors learns; leave out --actors.NAME.train=false for one",
     ),
     (
-        lambda c: c.is_rl and not c.env_path,
+        lambda c: c.is_rl and not c.env_path and not c.online.on,
         "--env_path is missing: a Python file with a reward_fn",
     ),
     (
@@ -103,6 +104,8 @@ def check(config: Config) -> None:
     if config.resume and config.out and not config.actors:
         check_run_exists(config.folder)
     refuse(OF_RUN, c=config)
+    if config.online.on:
+        refuse(OF_ONLINE, c=config)
     for name in config.trained:
         if config.actors[name].overrides:
             refuse(OF_RUN, f"actor {name}: ", c=config.of(name))

@@ -177,7 +177,7 @@ def check_names(module: ModuleType, path: str) -> None:
     rewards = marked_rewards(module)
     if not has.keys().isdisjoint(("agent", "rollout", "box")):
         check_replaced(has, rewards, path)
-    if not rewards and has.keys().isdisjoint(("interact", "rollout", "agent")):
+    if not rewards and has.keys().isdisjoint(("interact", "rollout", "agent", "feedback_fn")):
         from rl_core.environments.file_hints import no_hook
 
         raise ValueError(f"{path}: {no_hook(module)}")

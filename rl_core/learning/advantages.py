@@ -111,6 +111,8 @@ def turn_advantages(
         returns.append(of_turns)
         episodes += [names.index(key)] * len(of_turns)
         weights += [1 / keys.count(key)] * len(of_turns)
+        if algorithm.baseline == "running":
+            returns[-1] = [value - t.baseline for value in of_turns]
     flat = np.concatenate(returns)
     if algorithm.advantage == "custom" and discount is not None:
         episodes = weights = None  # advantage_fn gets the return of each turn

@@ -36,6 +36,11 @@ def first_plugins(trainer: RunState) -> Iterator[Plugin]:
         from rl_core.run.rank_group_client import RankGroupClient
 
         yield RankGroupClient(trainer)
+    if any(algorithm.baseline == "running" for algorithm in trainer.plan.algorithms.values()):
+        # Before the episodes are written, with their baselines.
+        from rl_core.run.running_baseline import RunningBaseline
+
+        yield RunningBaseline(trainer)
     # Writes the episodes of a step before the run may end because of them.
     from rl_core.run.saving.run_files import RunFiles
 
@@ -95,6 +100,10 @@ def rollout_plugins(trainer: RunState) -> Iterator[Plugin]:
         from rl_core.run.display.mfu import Mfu
 
         yield Mfu(trainer)
+    if config.online.on:
+        from rl_core.run.online import Online
+
+        yield Online(trainer)
     if any(algorithm.dynamic_sampling_rounds for algorithm in plan.algorithms.values()):
         from rl_core.run.dynamic_sampling import Refill
 

@@ -25,6 +25,7 @@ ARGUMENTS = {
     "agent": frozenset({"task", "llm"}),
     "task_weight": frozenset({"tries", "success_rate", "mean_reward"}),
     "oracle": frozenset({"task"}),
+    "feedback_fn": frozenset({"text", "messages"}),  # With --online.
     # Called for scored episodes before the learner's next step.
     "teacher_prompt": BEFORE | {"completion", "trajectory", "trajectories", "actor"},
 }

@@ -146,7 +146,11 @@ def load_source(
 ) -> TaskSource | None:
     is_train = split == "train"
     is_pairs = make_algorithm(config.algorithm, config.algo).reads_pairs
-    if path:
+    if config.online.on:
+        from rl_core.data.tasks.online import ROWS
+
+        rows, files = ROWS, ()
+    elif path:
         rows, files = rows_of_files(config, path, is_train, is_pairs)
     elif env and env.load_tasks:
         rows, files = env.load_tasks(split), ()

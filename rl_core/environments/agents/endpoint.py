@@ -269,8 +269,9 @@ def unenforceable(actor: Actor, request: Request) -> str:
 class EndpointServer:
     """The server of one process."""
 
-    def __init__(self, config: AgentsConfig | None = None):
+    def __init__(self, config: AgentsConfig | None = None, port: int = 0):
         self.config = config  # None in workers of served environments, which have no run.
+        self.port = port  # 0: a free one.
         self.address = ""  # URL for programs, with the port.
         self.endpoints: dict[str, Endpoint] = {}  # Key -> endpoint.
         self.server: HttpServer | None = None
@@ -307,12 +308,7 @@ class EndpointServer:
     async def start(self) -> None:
         """Listens for programs on this machine, or on the network that `config` names."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for dialect in DIALECTS:
-            app.router.add_post(dialect.PATH, self.handler(dialect))
-        app.router.add_post(f"{messages.PATH}/count_tokens", self.count_tokens)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/v1/models/{name:.+}", self.model)
-        app.router.add_get("/", say_nothing)
+        self.add_routes(app.router)
         app.router.add_route("*", "/{path:.*}", self.no_such_path)
         server = HttpServer(
             app,
@@ -323,9 +319,17 @@ class EndpointServer:
         )
         host = self.config.host if self.config else LOOPBACK
         address = self.config.public_host if self.config else None
-        port = await server.listen(host)
+        port = await server.listen(host, self.port)
         self.address = f"http://{address or reachable(host)}:{port}"
         self.server = server
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        for dialect in DIALECTS:
+            router.add_post(dialect.PATH, self.handler(dialect))
+        router.add_post(f"{messages.PATH}/count_tokens", self.count_tokens)
+        router.add_get("/v1/models", self.models)
+        router.add_get("/v1/models/{name:.+}", self.model)
+        router.add_get("/", say_nothing)
 
     async def listen_for_boxes(self) -> str:
         """Listens at a Unix socket too. Returns the folder with the socket and the forwarder."""
@@ -358,10 +362,9 @@ class EndpointServer:
     def endpoint_of(self, request: web.Request) -> Endpoint:
         """The endpoint of the request's key. Admits the connection. Raises Refusal for an unknown
         key, HttpError if the key has too many connections."""
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        key = request.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else "")
+        key = key_of(request)
         for known, endpoint in self.endpoints.items():
-            if is_key(key.strip(), known):
+            if is_key(key, known):
                 connection = cast(GuardedConnection, request.protocol)
                 connection.limits.admit(connection, known)
                 return endpoint
@@ -495,6 +498,13 @@ class EndpointServer:
         return web.json_response(describe(http.match_info["name"]))
 
 
+def key_of(request: web.Request) -> str:
+    """The key that a request sends, or ""."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    key = request.headers.get("x-api-key") or (bearer if scheme.lower() == "bearer" else "")
+    return key.strip()
+
+
 async def say_nothing(http: web.Request) -> web.Response:
     """Answers clients that probe the server without a key."""
     return web.Response()
@@ -547,6 +557,8 @@ async def refuse(
 ) -> web.Response:
     """Responds with an error in the dialect. Closes connections without a valid key."""
     response = web.json_response(dialect.write_error(refusal), status=refusal.status)
+    if refusal.retry_after_s:
+        response.headers["Retry-After"] = str(refusal.retry_after_s)
     if refusal.status == 401:
         await turn_away(http, response)
     return response

@@ -63,11 +63,19 @@ SUBSCHEMAS = {
 class Refusal(Exception):
     """A request that cannot be answered. Each dialect has its format of the error."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error"):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        retry_after_s: int = 0,
+    ):
         super().__init__(message)
         self.message = message
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s  # Header Retry-After; 0: none.
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rl_core.data.task_rows import PROMPT_COLUMNS
@@ -135,7 +136,13 @@ class AgentRollout:
     ) -> list[Trajectory]:
         """Trajectories with their rewards. `arguments`: further arguments that rewards may name."""
         branches = {name: llm.trajectories(0.0, name) for name in names}
-        calls = []
+        return await self.score_branches(task, arguments, branches)
+
+    async def score_branches(
+        self, task: Task, arguments: JSONObject, branches: dict[str, list[Trajectory]]
+    ) -> list[Trajectory]:
+        """The trajectories of each actor with what rewards give added to their parts."""
+        names, calls = list(branches), []
         for hook in self.rewards:
             calls += [(hook, name) for name in (names if hook.is_per_actor else names[:1])]
         values = await wait_for_all(
@@ -175,6 +182,18 @@ def unasked(result: object, llm: Endpoint) -> str:
     if isinstance(result, CommandResult):
         reason += f"; this one ended with {result.end}"
     return reason
+
+
+def unscored_module() -> ModuleType:
+    """An environment's file for a run whose clients alone give rewards."""
+
+    async def rollout(task: Task, actors: EpisodeActors) -> list[Trajectory]:
+        raise NotImplementedError  # Sessions play by their requests.
+
+    module = ModuleType("online")
+    module.rollout = rollout
+    rollout.__module__ = module.__name__
+    return module
 
 
 def agent_hooks(

@@ -148,6 +148,12 @@ class Tree:
         return sum(each.num_replies for each in attempts if not (each.is_done and each.is_lost))
 
     @property
+    def is_asked(self) -> bool:
+        """True while a turn is sampled."""
+        attempts = [each for attempts in self.attempts.values() for each in attempts]
+        return any(not each.nodes.done() for each in attempts)
+
+    @property
     def num_read(self) -> int:
         return sum(node.is_read for node in self.nodes)
 

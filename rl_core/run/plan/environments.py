@@ -13,6 +13,7 @@ from rl_core import sandbox
 from rl_core.config import Config, EnvConfig
 from rl_core.config.rules import check
 from rl_core.environments import env_file, run_checks
+from rl_core.environments.env_hooks import AGENT_TURNS
 from rl_core.run.plan.engine import num_ranks
 from rl_core.run.plan.model_checks import num_positions
 from rl_core.sampling.env import Env
@@ -25,7 +26,12 @@ def load_envs(
     flags' limits hold, then a file's own. `modules`: instead of files."""
     configure_boxes(config)
     envs, sections = {}, {}
-    for name, path in config.env_paths.items():
+    paths = config.env_paths
+    if config.online.on and not paths:
+        from rl_core.environments.agents.rollout import unscored_module
+
+        paths, modules = {"online": "--online"}, {"online": unscored_module()}
+    for name, path in paths.items():
         module, section = (modules or {}).get(name), config.env(name)
         if module is None and "://" in path:
             from rl_core.environments.service.served_module import load_served
@@ -34,7 +40,7 @@ def load_envs(
         env = env_file.load_env(
             path,
             hook_timeout_s=config.rollout.hook_timeout_s,
-            max_turns=section.max_turns or config.max_turns,
+            max_turns=max_turns_of(config, section),
             fitting_turns=partial(fitting_turns, config, section),
             module=module,
             agents=config.agents,
@@ -48,6 +54,15 @@ def load_envs(
             check(config)
     run_checks.check_environments(config, envs)
     return config, envs
+
+
+def max_turns_of(config: Config, section: EnvConfig) -> int | None:
+    """The turns that flags allow; None leaves them to the environment's file. A session has as many
+    as an agent."""
+    max_turns = section.max_turns or config.max_turns
+    if config.online.on and not max_turns:
+        return min(AGENT_TURNS, fitting_turns(config, section))
+    return max_turns
 
 
 def configure_boxes(config: Config) -> None:

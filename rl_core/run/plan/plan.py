@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rl_core.algorithms import Algorithm, make_algorithm
+from rl_core.algorithms import ADVANTAGES, Algorithm, make_algorithm
 from rl_core.config import Config, CriticConfig, SamplingConfig
 from rl_core.config.rules import check_algorithm
 from rl_core.data.chat import Chat
@@ -178,6 +178,9 @@ def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
     is_open = config.algo.advantage is None and config.is_rl and algorithm.advantage != "zero"
     if has_advantage_fn and is_open and not algorithm.has_critic:
         algorithm = replace(algorithm, advantage="custom")
+    needs_group = ADVANTAGES[algorithm.advantage].needs_group
+    if algorithm.baseline == "running" and config.algo.advantage is None and needs_group:
+        algorithm = replace(algorithm, advantage="none")
     is_default = algorithm == Algorithm() and config.critic == CriticConfig()
     is_default &= config.sampling == SamplingConfig()
     if not is_default or config.group_size < 2:

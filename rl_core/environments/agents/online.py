@@ -1,0 +1,141 @@
+"""Routes of a run that stays open: sessions begin, are rated and end; the endpoint of agents
+answers their requests. AReaL 1.0 has the same routes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from typing import cast
+
+from aiohttp import web
+
+from rl_core.config import AgentsConfig
+from rl_core.environments.agents.endpoint import (
+    NO_EPISODE,
+    Endpoint,
+    EndpointServer,
+    body_of,
+    key_of,
+    parsed,
+    refuse,
+)
+from rl_core.environments.agents.requests import Refusal, Request
+from rl_core.environments.agents.sessions import Session, Sessions
+from rl_core.environments.agents.tree import Attempt
+from rl_core.http_guard import GuardedConnection, is_key
+from rl_core.types import JSON, JSONObject
+
+# Fewest characters of a key that a client chooses.
+MIN_KEY = 16
+MAX_TASK_ID = 200
+Answer = Callable[[web.Request], Awaitable[JSONObject]]
+
+
+def hashed(key: str) -> str:
+    return sha256(key.encode(errors="replace")).hexdigest()
+
+
+class OnlineServer(EndpointServer):
+    """The server of a run that stays open."""
+
+    def __init__(self, config: AgentsConfig, port: int, sessions: Sessions, admin_key: str):
+        """`config`: with --online.host as its host."""
+        super().__init__(config, port)
+        self.sessions = sessions
+        self.admin = Endpoint(self, "", hashed(admin_key), {}, "the admin")
+        self.version = 0  # Of the weights that answer.
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        super().add_routes(router)
+        router.add_get("/health", self.health)
+        router.add_post("/rl/start_session", self.answering(self.start_session))
+        router.add_post("/rl/set_reward", self.answering(self.set_reward))
+        router.add_post("/rl/end_session", self.answering(self.end_session))
+
+    def answering(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(http: web.Request) -> web.Response:
+            try:
+                return web.json_response(await answer(http))
+            except Refusal as refusal:
+                return await refuse(http, refusal)
+
+        return handle
+
+    def endpoint_of(self, request: web.Request) -> Endpoint:
+        """See EndpointServer. Keys are known by their hashes."""
+        key = hashed(key_of(request))
+        session = self.sessions.by_key.get(key)
+        if session is not None:
+            self.admit(request, session)
+            return session
+        if key in self.sessions.over:
+            raise Refusal(f"{self.sessions.over[key]} is over", status=410, code="session_over")
+        raise Refusal(NO_EPISODE.replace("episode", "session"), status=401, code="invalid_api_key")
+
+    def admit(self, request: web.Request, endpoint: Endpoint) -> None:
+        connection = cast(GuardedConnection, request.protocol)
+        connection.limits.admit(connection, endpoint.api_key)
+
+    def session_of(self, http: web.Request) -> Session:
+        session = self.endpoint_of(http)
+        assert isinstance(session, Session)
+        return session
+
+    async def send(
+        self,
+        http: web.Request,
+        dialect: object,
+        endpoint: Endpoint,
+        request: Request,
+        attempt: Attempt,
+    ) -> web.StreamResponse:
+        """See EndpointServer. Notes what the connection took."""
+        send = super().send_stream if request.is_streamed else super().send
+        try:
+            return await send(http, dialect, endpoint, request, attempt)
+        finally:
+            assert isinstance(endpoint, Session)
+            endpoint.note_sent(attempt)
+
+    send_stream = send
+
+    async def health(self, http: web.Request) -> web.Response:
+        state = "ok" if self.sessions.gate.is_set() else "learning"
+        return web.json_response({"status": state, "version": self.version})
+
+    async def start_session(self, http: web.Request) -> JSONObject:
+        if not is_key(hashed(key_of(http)), self.admin.api_key):
+            text = "the API key is not the run's admin key"
+            raise Refusal(text, status=401, code="invalid_api_key")
+        self.admit(http, self.admin)
+        body = parsed(await body_of(http, self.admin))
+        task_id = checked_text(body, "task_id", MAX_TASK_ID) or "session"
+        key = checked_text(body, "api_key", MAX_TASK_ID) or f"sk-sess-{secrets.token_urlsafe(24)}"
+        if len(key) < MIN_KEY:
+            raise Refusal(f"api_key must have at least {MIN_KEY} characters; leave it out")
+        if is_key(hashed(key), self.admin.api_key):
+            raise Refusal("api_key is bound to the admin", status=409, code="key_bound")
+        session = self.sessions.start(self, task_id, hashed(key))
+        return {"session_id": session.id, "api_key": key}
+
+    async def set_reward(self, http: web.Request) -> JSONObject:
+        session = self.session_of(http)
+        body = parsed(await body_of(http, session))
+        session.rate(body.get("reward"), body.get("text"), body.get("interaction_id"))
+        return {}
+
+    async def end_session(self, http: web.Request) -> JSONObject:
+        session = self.session_of(http)
+        body = await body_of(http, session)
+        session.end(parsed(body).get("info") if body else None)
+        return {}
+
+
+def checked_text(body: JSONObject, name: str, max_chars: int) -> str:
+    value: JSON = body.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > max_chars:
+        raise Refusal(f"{name} must be a text of at most {max_chars} characters")
+    return value

@@ -1,0 +1,521 @@
+"""Sessions of outside programs, which learn from the rewards that their clients send.
+
+    start -> open: requests -> end -> waiting for a reward -> rated -> trained in a step
+                                                          `-> left out, with a reason
+
+Every event is in the session's file before its client hears of it, so that a run that was killed
+continues with the same keys, turns and rewards: restore() plays the requests again with the
+completions of the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from rl_core.environments.agents import chat_completions, messages, responses, session_files
+from rl_core.environments.agents.endpoint import Endpoint, EndpointServer
+from rl_core.environments.agents.requests import Refusal, Reply, Request
+from rl_core.environments.agents.rollout import AgentRollout
+from rl_core.environments.agents.session_files import RequestCoder
+from rl_core.environments.agents.tree import Attempt, Node, Tree
+from rl_core.sampling.actor import EpisodeActors
+from rl_core.sampling.conversation import TokenConversation
+from rl_core.sampling.engine import EngineDied
+from rl_core.sampling.hooks import Hook
+from rl_core.sampling.reward_parts import reward_values
+from rl_core.types import JSON, Completion, JSONObject, Message, SamplingParams, Task, Trajectory
+
+if TYPE_CHECKING:
+    from rl_core.config import OnlineConfig
+
+DIALECTS = {module.PATH: module for module in (chat_completions, responses, messages)}
+PREFIXES = ("chatcmpl-", "resp_", "msg_")  # Of a reply's id in each dialect.
+MAX_OVER = 10_000  # Keys of sessions that are over, which get 410 instead of 401.
+MAX_TEXTS = 100  # Texts of feedback in one session.
+TICK_S = 0.2
+Judge = Callable[[EpisodeActors, list[Message], str], Awaitable[float]]
+
+
+class RestoredTurns:
+    """Completions of a request that is played again; a Replay of sampling/conversation.py."""
+
+    def __init__(self):
+        self.completions: list[Completion] = []
+
+    async def generate(
+        self, talk: TokenConversation, params: SamplingParams, seed: int, /
+    ) -> Completion:
+        if self.completions:
+            return self.completions.pop(0)
+        return await talk.generate(params, seed)
+
+    async def chat(self, talk: object, seed: int, /) -> tuple[Message, Completion]:
+        raise NotImplementedError  # Sessions have trained actors alone.
+
+
+@dataclass(eq=False, kw_only=True)
+class Session(Endpoint):
+    """The endpoint of one client, its replies and their rewards. `api_key` is the key's hash."""
+
+    sessions: Sessions
+    number: int
+    task_id: str
+    players: EpisodeActors
+    turns: RestoredTurns
+    file: Path
+    used_s: float  # Time of the last request.
+    ended_s: float = 0.0  # 0 while it is open.
+    nodes: dict[str, Node] = field(default_factory=dict)  # Id of a reply -> its turn, in order.
+    rewards: dict[str, dict[str, float]] = field(default_factory=dict)  # Id of a reply -> parts.
+    texts: list[tuple[str, str]] = field(default_factory=list)  # (id of a reply, feedback on it)
+    is_named: bool = False  # A reward has named its reply.
+    info: JSON = None  # What the client sent with the end.
+    coder: RequestCoder = field(default_factory=RequestCoder)
+    scoring: asyncio.Task | None = None
+    trajectories: list[Trajectory] = field(default_factory=list)  # Once it is rated.
+
+    @property
+    def id(self) -> str:
+        return f"session-{self.number:06d}"
+
+    @property
+    def is_open(self) -> bool:
+        return not self.ended_s
+
+    @property
+    def is_scored(self) -> bool:
+        return self.scoring is None or self.scoring.done()
+
+    @property
+    def is_rated(self) -> bool:
+        return bool(self.trajectories) and self.is_scored
+
+    @property
+    def is_asking(self) -> bool:
+        """True while a turn is sampled."""
+        return any(tree.is_asked for tree in self.trees.values())
+
+    @property
+    def oldest_version(self) -> int:
+        turns = [turn for t in self.trajectories for turn in t.turns]
+        return min(turn.completion.policy_version for turn in turns)
+
+    def write(self, event: str, **facts: JSON) -> None:
+        if not self.sessions.is_restoring:
+            session_files.append(self.file, {"event": event, "time": time.time(), **facts})
+
+    async def attempt(self, request: Request) -> Attempt:
+        """See Endpoint. Waits while a step learns."""
+        self.check_open()
+        await self.sessions.wait_for_engine()
+        self.used_s = time.time()
+        for tree in self.trees.values():
+            tree.failure = None  # replies() has started the engine again.
+        return await super().attempt(request)
+
+    def check_open(self) -> None:
+        if not self.is_open:
+            raise Refusal(f"{self.id} is over", status=410, code="session_over")
+
+    async def replies(self, attempt: Attempt) -> list[Reply]:
+        """See Endpoint. Starts an engine that died again."""
+        try:
+            return await attempt.replies()
+        except EngineDied as error:
+            await self.sessions.revive(self.players, error)
+            text = "the engine died and was started again; send the request again"
+            raise Refusal(text, status=502, code="engine_died") from error
+
+    def store(self, dialect: ModuleType, request: Request, replies: list[Reply]) -> None:
+        """See Endpoint. Writes the replies to the file before they are sent."""
+        tree = self.tree_of(request)
+        new = [node for node in tree.nodes if node.reply in replies]
+        new = [node for node in new if node.reply.id not in self.nodes]
+        if new:
+            completions = [node.snapshot.turns[-1].completion for node in new]
+            self.write(
+                "reply",
+                dialect=dialect.PATH,
+                request=self.coder.encode(request),
+                replies=[node.reply.id for node in new],
+                completions=[session_files.as_json(each) for each in completions],
+            )
+            self.nodes |= {node.reply.id: node for node in new}
+        self.used_s = time.time()
+        super().store(dialect, request, replies)
+
+    def note_sent(self, attempt: Attempt) -> None:
+        """Writes how much of the replies a connection took."""
+        if attempt.is_done:
+            for node in attempt.nodes.result():
+                if node.is_read:
+                    sent = node.reply.num_sent
+                    self.write("sent", reply=node.reply.id, num=None if sent == math.inf else sent)
+
+    def rate(self, reward: JSON, text: JSON, interaction: JSON) -> None:
+        """Keeps the reward of a reply, or feedback on it as text; of the last reply if
+        `interaction` is None. Raises Refusal."""
+        is_late = time.time() > self.ended_s + self.sessions.config.reward_s
+        if self.ended_s and is_late and not self.sessions.is_restoring:
+            raise Refusal(
+                f"{self.id} is over; a reward comes within --online.reward_s of its end",
+                status=410,
+                code="session_over",
+            )
+        if interaction is not None and not isinstance(interaction, str):
+            raise Refusal("interaction_id must be the id of a reply")
+        reply_id = next(reversed(self.nodes), "") if interaction is None else interaction
+        for prefix in PREFIXES:
+            reply_id = reply_id.removeprefix(prefix)
+        if reply_id not in self.nodes:
+            named = "no reply yet" if interaction is None else f"no reply {interaction[:80]!r}"
+            raise Refusal(f"{self.id} has {named}", status=404, code="not_found")
+        self.is_named = self.is_named or interaction is not None
+        event: JSONObject = {"reply": reply_id, "named": interaction is not None}
+        if reward is None:
+            if not isinstance(text, str) or not text or len(self.texts) >= MAX_TEXTS:
+                raise Refusal(
+                    f"give a reward, a number or a dict of them, or a text; at most {MAX_TEXTS}"
+                )
+            self.texts.append((reply_id, text))
+            event["text"] = text
+        else:
+            if isinstance(reward, bool):
+                reward = float(reward)
+            try:
+                parts = reward_values(reward, "client", "the reward")
+            except ValueError as error:
+                raise Refusal(str(error)) from None
+            event["parts"] = {name: value for name, value in parts.items() if value is not None}
+            self.rewards[reply_id] = event["parts"]
+        self.nodes[reply_id].reply.num_sent = math.inf  # Who rates a reply has it.
+        self.write("reward", **event)
+        if not self.is_open:
+            self.score_soon()
+
+    def end(self, info: JSON = None) -> None:
+        if self.is_open:
+            self.write("end", info=info)
+            self.ended_s, self.info = time.time(), info
+            for tree in self.trees.values():
+                tree.cancel()
+            self.players.close()
+            self.score_soon()
+
+    def score_soon(self) -> None:
+        if self.sessions.is_restoring:
+            return
+        if self.scoring is not None:
+            self.scoring.cancel()
+        self.scoring = asyncio.ensure_future(self.score())
+
+    async def score(self) -> None:
+        """Rates the session, if its client or a hook does. A hook that fails leaves it out."""
+        if not any(tree.num_read for tree in self.trees.values()):
+            self.sessions.leave_out(self, "no reply was read")
+            return
+        try:
+            trajectories = await self.sessions.scorer.trajectories(self)
+        except Exception as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            self.server.report(f"the scores of a session: {text}")
+            self.sessions.leave_out(self, f"its scoring failed: {text}")
+            return
+        if trajectories:
+            self.trajectories = trajectories
+            self.write("rated", reward=trajectories[-1].reward)
+
+    def branches(self, actor: str, parts_of: dict[str, dict[str, float]]) -> list[Trajectory]:
+        """One trajectory for each branch. Its reward is that of its rated replies. A branch without
+        one has the sum of the session, unless the client named the replies that it rated: then it
+        is left out."""
+        total: dict[str, float] = {}
+        for parts in parts_of.values():
+            add_up(total, parts)
+        tree = self.trees[actor]
+        read = [node for node in tree.nodes if node.is_read]
+        continued = {node.parent for node in read}
+        trajectories = []
+        for node in read:
+            if node in continued:
+                continue
+            path, parent = [node], node.parent
+            while parent is not None:
+                path.insert(0, parent)
+                parent = parent.parent
+            of_turns = [parts_of.get(each.reply.id, {}) for each in path]
+            trajectory = node.trajectory(0.0)
+            trajectory.metrics |= self.metrics(tree, 1)
+            if any(of_turns):
+                trajectory.reward_parts = {}
+                for parts in of_turns:
+                    add_up(trajectory.reward_parts, parts)
+                if len(trajectory.turns) == len(path):
+                    trajectory.turn_rewards = [math.fsum(parts.values()) for parts in of_turns]
+            elif self.is_named and total:
+                continue
+            else:
+                trajectory.reward_parts = dict(total)
+            if tree.is_truncated:
+                trajectory.status = "truncated"
+            trajectories.append(trajectory)
+        return trajectories
+
+
+def add_up(total: dict[str, float], parts: dict[str, float]) -> None:
+    for name, value in parts.items():
+        total[name] = total.get(name, 0.0) + value
+
+
+@dataclass(kw_only=True)
+class Scorer:
+    """Turns a session that has ended into trajectories with rewards."""
+
+    rollout: AgentRollout  # With the rewards of an environment's file, or none.
+    env: str
+    env_code: Callable[[], str]
+    feedback: Hook | None = None  # feedback_fn of the file.
+    judge: Judge | None = None
+
+    async def trajectories(self, session: Session) -> list[Trajectory]:
+        """None if nobody has rated the session."""
+        parts_of = {reply: dict(parts) for reply, parts in session.rewards.items()}
+        task = Task(id=session.task_id, env=self.env, row={"info": session.info}, messages=[])
+        for reply, text in session.texts:
+            parts = await self.of_feedback(task, session, reply, text)
+            if parts:
+                add_up(parts_of.setdefault(reply, {}), parts)
+        if not any(parts_of.values()) and not self.rollout.rewards:
+            return []
+        branches = {name: session.branches(name, parts_of) for name in session.trees}
+        branches = {name: made for name, made in branches.items() if made}
+        arguments = {"actors": session.players, "result": session.info, "box": None}
+        scored = await self.rollout.score_branches(task, arguments, branches)
+        for t in scored:
+            if not t.reward_parts:
+                return []  # Every reward is None.
+            if t.turn_rewards:  # What a hook gives counts for the last turn.
+                assert t.reward is not None
+                t.turn_rewards[-1] += t.reward - math.fsum(t.turn_rewards)
+            t.task_id, t.env, t.env_code = session.task_id, self.env, self.env_code()
+            t.columns = {"session": session.id}
+        return scored
+
+    async def of_feedback(
+        self, task: Task, session: Session, reply: str, text: str
+    ) -> dict[str, float]:
+        """Parts that feedback_fn or the judge makes of a text; {} if none does."""
+        messages = session.nodes[reply].snapshot.messages
+        value: object = None
+        if self.feedback is not None:
+            value = await self.feedback(task, {"text": text, "messages": messages})
+        if value is None and self.judge is not None:
+            value = await self.judge(session.players, messages, text)
+        parts = reward_values(value, "feedback", "what feedback_fn() returned")
+        return {name: number for name, number in parts.items() if number is not None}
+
+
+@dataclass(kw_only=True)
+class Sessions:
+    """All sessions of a run."""
+
+    rollouts: Path  # The run's rollouts/.
+    config: OnlineConfig
+    # (number of a session) -> its actors.
+    make_players: Callable[[int], EpisodeActors]
+    scorer: Scorer
+    next_number: int = 0
+    step: int = 0  # Number of completed steps, for files.
+    by_key: dict[str, Session] = field(default_factory=dict)  # Hash of the key -> session.
+    live: dict[int, Session] = field(default_factory=dict)  # Sessions that are not over.
+    over: dict[str, str] = field(default_factory=dict)  # Hash of the key -> session that is over.
+    over_since: dict[int, int] = field(default_factory=dict)  # Session with a file -> step.
+    counts: Counter[str] = field(default_factory=Counter)  # Events since the last step.
+    is_restoring: bool = False
+    is_closing: bool = False  # The run ends: no request is taken.
+    gate: asyncio.Event = field(default_factory=asyncio.Event)  # Set unless a step learns.
+    reviving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    fatal: EngineDied | None = None  # An engine died and cannot start again.
+
+    def __post_init__(self) -> None:
+        (self.rollouts / session_files.FOLDER).mkdir(parents=True, exist_ok=True)
+        self.gate.set()
+
+    @property
+    def num_open(self) -> int:
+        return sum(session.is_open for session in self.live.values())
+
+    @property
+    def rated(self) -> list[Session]:
+        """Rated sessions that no step has, in the order of their starts."""
+        return [session for session in self.live.values() if session.is_rated]
+
+    def start(self, server: EndpointServer, task_id: str, key: str) -> Session:
+        """A new session. One that has the same key ends. Raises Refusal."""
+        self.check_taking()
+        earlier = self.by_key.get(key)
+        is_refresh = earlier is not None and earlier.is_open
+        if self.num_open - is_refresh >= self.config.max_sessions:
+            text = f"{self.num_open} sessions are open, as --online.max_sessions allows"
+            raise Refusal(text, status=429, code="rate_limit_exceeded", retry_after_s=30)
+        if earlier is not None:
+            earlier.end()
+        self.over.pop(key, None)
+        session = self.make(server, self.next_number, task_id, key, time.time())
+        session.write("start", number=session.number, task_id=task_id, key=key)
+        self.counts["started"] += 1
+        return session
+
+    def make(
+        self, server: EndpointServer, number: int, task_id: str, key: str, began_s: float
+    ) -> Session:
+        self.next_number = max(self.next_number, number + 1)
+        players, turns = self.make_players(number), RestoredTurns()
+        trained = {name: actor for name, actor in players.items() if actor.is_trainable}
+        for actor in trained.values():
+            actor.replay = turns
+        session = Session(
+            server=server,
+            address=server.address,
+            api_key=key,
+            trees={name: Tree(actor, players.max_turns) for name, actor in trained.items()},
+            program="a session",
+            sessions=self,
+            number=number,
+            task_id=task_id,
+            players=players,
+            turns=turns,
+            file=self.file(number),
+            used_s=began_s,
+        )
+        self.live[number] = self.by_key[key] = session
+        return session
+
+    def check_taking(self) -> None:
+        if self.is_closing:
+            text = "the run ends; ask again after its --resume"
+            raise Refusal(text, status=503, code="closing", retry_after_s=30)
+
+    async def wait_for_engine(self) -> None:
+        """Returns once no step learns. Raises Refusal after --online.wait_s."""
+        self.check_taking()
+        if self.is_restoring or self.gate.is_set():
+            return
+        with suppress(TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait_for(self.gate.wait(), self.config.wait_s)
+        self.check_taking()
+        if not self.gate.is_set():
+            text = f"a step has learned for longer than --online.wait_s={self.config.wait_s:g}"
+            raise Refusal(text, status=429, code="rate_limit_exceeded", retry_after_s=10)
+
+    async def revive(self, players: EpisodeActors, error: EngineDied) -> None:
+        async with self.reviving:
+            try:
+                for actor in players.values():
+                    await actor.wake()
+            except EngineDied as failure:
+                self.fatal = failure
+
+    def leave_out(self, session: Session, reason: str) -> None:
+        """Ends a session that no step will have."""
+        session.write("left_out", reason=reason, step=self.step)
+        self.counts[reason.partition(":")[0]] += 1
+        self.forget(session, self.step)
+
+    def take(self, session: Session, step: int) -> None:
+        """Notes that step number `step` trains a session."""
+        session.write("step", step=step)
+        self.forget(session, step)
+
+    def forget(self, session: Session, step: int) -> None:
+        self.over_since[session.number] = step
+        self.live.pop(session.number, None)
+        if self.by_key.get(session.api_key) is session:
+            del self.by_key[session.api_key]
+            self.over[session.api_key] = session.id
+            while len(self.over) > MAX_OVER:
+                del self.over[next(iter(self.over))]
+
+    def tick(self) -> None:
+        """Ends sessions that their clients forgot, and leaves out those without a reward."""
+        now = time.time()
+        for session in list(self.live.values()):
+            is_late = now > session.ended_s + self.config.reward_s
+            if session.is_open:
+                if now > session.used_s + self.config.session_s and not session.is_asking:
+                    session.end()
+            elif is_late and not session.trajectories and session.is_scored:
+                self.leave_out(session, "no reward came")
+
+    def delete_until(self, step: int) -> None:
+        """Deletes files of sessions that are over since this step or longer."""
+        for number, over_since in list(self.over_since.items()):
+            if over_since <= step:
+                self.file(number).unlink(missing_ok=True)
+                del self.over_since[number]
+
+    def file(self, number: int) -> Path:
+        return self.rollouts / session_files.FOLDER / f"{number:06d}.jsonl"
+
+    async def restore(self, server: EndpointServer, step: int) -> None:
+        """Restores the sessions of an earlier process that no step up to `step` has. Later steps
+        are lost, and their sessions are trained again."""
+        self.is_restoring, self.step = True, step
+        for number, file in session_files.session_files(self.rollouts):
+            events = session_files.read_events(file)
+            # A session whose start was cut has no client.
+            self.next_number = max(self.next_number, number + 1)
+            if not events:
+                file.unlink()
+                continue
+            kinds = {event["event"]: event for event in events}
+            is_trained = kinds.get("step", {}).get("step", math.inf) <= step
+            if is_trained or "left_out" in kinds:
+                self.over_since[number] = kinds.get("step", kinds.get("left_out"))["step"]
+                self.over[events[0]["key"]] = f"session-{number:06d}"
+                continue
+            await self.replay(server, number, events)
+        self.is_restoring = False
+        for session in list(self.live.values()):
+            if not session.is_open:
+                session.score_soon()
+
+    async def replay(self, server: EndpointServer, number: int, events: list[JSONObject]) -> None:
+        start = events[0]
+        session = self.make(server, number, start["task_id"], start["key"], start["time"])
+        for event in events[1:]:
+            kind = event["event"]
+            if kind == "reply":
+                await self.replay_reply(session, event)
+            elif kind == "sent":
+                sent = math.inf if event["num"] is None else event["num"]
+                session.nodes[event["reply"]].reply.num_sent = sent
+            elif kind == "reward":
+                is_named = session.is_named or event["named"]
+                session.rate(event.get("parts"), event.get("text"), event["reply"])
+                session.is_named = is_named
+            elif kind == "end":
+                session.end(event["info"])
+                session.ended_s = event["time"]
+            session.used_s = event["time"]
+
+    async def replay_reply(self, session: Session, event: JSONObject) -> None:
+        """Plays a request again, with its completions."""
+        request = Request(**session.coder.decode(event["request"]))
+        request.is_retry, request.continues = False, None
+        session.turns.completions = list(map(session_files.completion_of, event["completions"]))
+        attempt = await session.attempt(request)
+        replies = await session.replies(attempt)
+        assert not session.turns.completions, "the turns of a file are those of its request"
+        for reply, known in zip(replies, event["replies"], strict=True):
+            reply.id = known
+        session.store(DIALECTS[event["dialect"]], request, replies)
