@@ -39,12 +39,18 @@ def main(argv: list[str]) -> int:
         action="store_true",
         help="a table of why episodes failed, in all steps or --step",
     )
+    which.add_argument(
+        "--open", action="store_true", help="sessions of a run with --online, with their states"
+    )
     parser.add_argument("--actor", help="only this actor's")
     parser.add_argument("--num", type=int, default=3, help="how many [3]")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object a line, tokens included"
     )
     options = parser.parse_args(argv)
+    if options.open:
+        print(sessions(Path(options.run), options.json), flush=True)
+        return 0
     if options.reasons:
         print(reasons(options), flush=True)
         return 0
@@ -54,6 +60,27 @@ def main(argv: list[str]) -> int:
     for row in rows:
         print(json.dumps(row) if options.json else described(row), flush=True)
     return 0
+
+
+def sessions(run: Path, is_json: bool) -> str:
+    """A line for each session whose file a run keeps, the newest last."""
+    from rl_core.environments.agents.session_files import summaries
+
+    found = summaries(run / "rollouts")
+    if is_json:
+        return "\n".join(map(json.dumps, found))
+    lines = [f"{'session':>8}  {'reward':>8}  {'replies':>7}  {'versions':<9} state, task, reply"]
+    for each in found:
+        reward = "-" if each["reward"] is None else f"{each['reward']:.4g}"
+        versions = "-".join(
+            str(v) for v in dict.fromkeys(each["versions"][:1] + each["versions"][-1:])
+        )
+        reply = " ".join(each["last_reply"].split())[:60]
+        lines.append(
+            f"{each['number']:>8}  {reward:>8}  {each['replies']:>7}  {versions:<9} "
+            + printable(f"{each['state']}; {each['task']}; {reply!r}")
+        )
+    return "\n".join(lines)
 
 
 def files_of(run: Path, step: int | None, is_eval: bool) -> list[Path]:

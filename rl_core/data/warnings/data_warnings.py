@@ -28,7 +28,8 @@ def data_warnings(
     chats: Mapping[str, Chat] | None = None,
 ) -> Iterator[str]:
     """Warnings about the sizes of a run and its held-out rows, and row_warnings()."""
-    if config.tasks_per_step > len(train) and not config.data.streaming:
+    has_rows = not config.data.streaming and not config.online.on
+    if config.tasks_per_step > len(train) and has_rows:
         yield (
             f"--tasks_per_step={config.tasks_per_step} draws rows twice in one step: "
             f"there are {len(train)} training rows"

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,7 +126,14 @@ def summaries(rollouts: Path) -> list[JSONObject]:
     """The sessions of a run whose files are kept: those that no two checkpoints have."""
     found = []
     for _, file in session_files(rollouts):
-        events = read_events(file)
-        if events:
-            found.append(summary(events))
+        with suppress(FileNotFoundError):  # The run has deleted it.
+            time = file.stat()
+            found += summary_of(file, time.st_mtime_ns, time.st_size)
     return found
+
+
+@lru_cache(maxsize=10_000)
+def summary_of(file: Path, changed: int, size: int) -> list[JSONObject]:
+    """The summary, or none before the first event. The time and the size make it current."""
+    events = read_events(file)
+    return [summary(events)] if events else []

@@ -275,7 +275,8 @@ def compares_groups(config: Config) -> bool:
     actors also learn from the batch, a critic, a teacher, or the rewards of turns."""
     algorithm = make_algorithm(config.algorithm, config.algo)
     has_others = algorithm.turn_discount is not None or algorithm.teacher
-    return ADVANTAGES[algorithm.advantage].needs_group and not has_others
+    is_running = algorithm.baseline == "running"
+    return ADVANTAGES[algorithm.advantage].needs_group and not has_others and not is_running
 
 
 def read_lines(file: Path) -> list[dict]:

@@ -87,6 +87,7 @@ def summary(run: RunFolder, first: int, every: int = 1) -> JSONObject:
         "warnings": run.warnings,
         "facts": run.facts,
         "notes": run.notes,
+        "sessions": run.sessions,
     }
 
 

@@ -1,5 +1,5 @@
 // The address holds what is shown: the view, its fields, and which runs.
-const VIEWS = { curves: showCurves, talks: showTalks, tasks: showTasks, config: showConfig, runs: showRuns };
+const VIEWS = { curves: showCurves, talks: showTalks, tasks: showTasks, sessions: showSessions, config: showConfig, runs: showRuns };
 const kept = Object.fromEntries(Object.keys(VIEWS).map((name) => [name, ""])); // view -> its fields, as they were when it was left
 let view = "curves", chosenNames = ""; // names of shown runs; "" for the first ones
 const params = (name = view) => new URLSearchParams(kept[name]);
@@ -62,9 +62,31 @@ function show() {
   }
   setLinks();
   $("nav a:last-child").hidden = known.length < 2;
+  $("nav a[href^='#sessions']").hidden = !runs.some((run) => run.sessions?.length);
   if (view !== "talks") $("#tip").hidden = true;
   showChips();
   VIEWS[view]();
+}
+
+// The table of a run's sessions (--online), the newest first.
+function showSessions() {
+  const rows = runs.flatMap((run) => (run.sessions ?? []).map((session) => ({ run, ...session }))).reverse();
+  const counts = [...groupsOf(rows, ({ state }) => state.split(/ in |:/)[0])].map(([state, all]) => `${all.length} ${state}`);
+  $("#sessions p").textContent = rows.length ? counts.join(", ") : "No sessions yet. The page updates by itself.";
+  const columns = [
+    { name: "session", of: (row) => row.number },
+    { name: "state", isLeft: true, of: (row) => row.state },
+    { name: "reward", of: (row) => row.reward, node: ({ reward }) => (reward === null ? "-" : short(reward)) },
+    { name: "replies", of: (row) => row.replies },
+    { name: "versions", of: (row) => row.versions.at(-1), node: ({ versions }) => versions.join(", ") },
+    { name: "task", isLeft: true, of: (row) => row.task },
+    { name: "last reply", isLeft: true, of: (row) => row.last_reply },
+    { name: "feedback", isLeft: true, of: (row) => row.feedback.join(" / ") },
+  ];
+  redraw($("#sessions"), () => {
+    const table = sortable($("#sessions table"), columns, rows, params().get("sort") ?? "", (sort) => go({ sort }));
+    table.fill(table.sorted);
+  });
 }
 
 // The table of flags.

@@ -101,7 +101,7 @@ const inReport = {
 async function refresh(run) {
   const query = { revision: run.revision, rows: run.numRows, entries: run.entries.length, ...(run.revision < 0 && { metrics: 1 }) };
   const found = await ask(run, "new", query);
-  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes), run.facts.state, run.facts.num_steps, run.facts.failure].join();
+  const state = () => [run.revision, run.numRows, run.entries.length, run.warnings.length, run.isLive, run.isComplete, JSON.stringify(run.notes), run.facts.state, run.facts.num_steps, run.facts.failure, JSON.stringify(run.sessions)].join();
   const before = state();
   if (found.revision !== run.revision) {
     if (run.revision >= 0) setTimeout(search); // The open conversation stays until it is found again.
@@ -119,7 +119,7 @@ async function refresh(run) {
   }
   Object.assign(run, { revision: found.revision, numRows: found.num_rows, panels: found.panels, about: found.about, units: found.units });
   Object.assign(run, { isLive: found.is_live, isComplete: found.is_complete, warnings: found.warnings, lost: found.lost });
-  Object.assign(run, { facts: found.facts, notes: found.notes });
+  Object.assign(run, { facts: found.facts, notes: found.notes, sessions: found.sessions });
   return before !== state();
 }
 
