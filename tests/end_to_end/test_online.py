@@ -13,7 +13,7 @@ from statistics import fmean
 
 import httpx
 import pytest
-from kit import ROOT, RanksProcess, run_afresh, steps, trajectories, wait_until, words
+from kit import RanksProcess, start_process, steps, trajectories, wait_until, words
 
 SIZES = "--max_tokens 6 --max_prompt_tokens 64 --max_turns 4 --optim.lr 1e-3"
 ADMIN = "sk-admin-of-the-tests-0123456789"
@@ -47,9 +47,8 @@ class Killed:
     async def kill(self, number: int) -> None:
         await self.find()
         self.process.signal(number)
-        while self.process.poll() is None:
-            await asyncio.sleep(0.05)
-        await asyncio.to_thread(wait_until, lambda: not is_alive(self.process.pid), "an end")
+        is_gone = lambda: self.process.poll() is not None and not is_alive(self.process.pid)  # noqa: E731
+        await asyncio.to_thread(wait_until, is_gone, "the run has ended")
         self.start()
 
     async def call(self, http, path, key, body) -> httpx.Response:
@@ -111,7 +110,7 @@ async def play_all(run: Killed, num_sessions: int, signals: list[int], seed: int
 
     async def kill() -> None:
         for place, number in zip(places, signals, strict=True):
-            while run.num_answered < place:
+            while run.num_answered < place:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await asyncio.sleep(chance.random() / 5)
             await run.kill(number)
@@ -168,7 +167,7 @@ def keys_in(folders: list[Path]) -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "more"), [(0, ""), (1, ""), (2, ""), (0, "--random")])
+@pytest.mark.parametrize("seed, more", [(0, ""), (1, ""), (2, ""), (0, "--random")])
 def test_digits_in_order_are_learnt_from_a_programs_rewards(seed, more, tiny_model, tmp_path):
     out = tmp_path / "run"
     flags = "--online --online.port 0 --tasks_per_step 32 --num_steps 100 --max_tokens 8 "
@@ -180,11 +179,8 @@ def test_digits_in_order_are_learnt_from_a_programs_rewards(seed, more, tiny_mod
     wait_until(lambda: "open at" in run.text("stdout"), "the run is open")
     url = re.search(r"open at (\S+),", run.text("stdout"))[1]
     (tmp_path / "key").write_text(ADMIN)
-    told = run_afresh(
-        ROOT / "scripts/online_digits.py",
-        *words("--url", url, "--admin_key_file", tmp_path / "key", more),
-        timeout=3600,
-    ).stdout
+    arguments = words("--url", url, "--admin_key_file", tmp_path / "key", more)
+    told, _ = start_process("scripts/online_digits.py", *arguments).communicate(timeout=3600)
     scores = [float(score) for score in re.findall(r"score (\S+)", told)]
     assert run.wait(120) == 0, run.why()
     first, last = scores[0], fmean(scores[-2:])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
@@ -25,14 +26,16 @@ def append(file: Path, event: JSONObject) -> None:
 
 
 def read_events(file: Path) -> list[JSONObject]:
-    """The events of a session, up to a line that a crash has cut."""
-    events = []
-    for line in file.read_text(errors="replace").splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            break
-    return events
+    """The events of a session, without a last line that a crash has cut."""
+    lines = file.read_text(errors="replace").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def drop_cut_line(file: Path) -> None:
+    """Removes a last line that a crash has cut, so that the next event begins a line."""
+    data = file.read_bytes()
+    if not data.endswith(b"\n"):
+        os.truncate(file, data.rfind(b"\n") + 1)
 
 
 def session_files(folder: Path) -> Iterator[tuple[int, Path]]:

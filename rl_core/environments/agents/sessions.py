@@ -471,6 +471,7 @@ class Sessions:
         are lost, and their sessions are trained again."""
         self.is_restoring, self.step = True, step
         for number, file in session_files.session_files(self.rollouts):
+            session_files.drop_cut_line(file)
             events = session_files.read_events(file)
             # A session whose start was cut has no client.
             self.next_number = max(self.next_number, number + 1)

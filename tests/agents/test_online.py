@@ -1,0 +1,552 @@
+"""Sessions of a run that stays open, by the official clients, with written replies."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import anthropic
+import httpx
+import openai
+import pytest
+from test_endpoint import CHAT, HI, until
+
+from rl_core.config import AgentsConfig, OnlineConfig, parse_config
+from rl_core.data.tasks.online import SessionSource
+from rl_core.engines.scripted import ScriptedActor
+from rl_core.environments.agents.online import OnlineServer
+from rl_core.environments.agents.rollout import unscored_module
+from rl_core.environments.agents.session_files import session_files, summaries
+from rl_core.environments.agents.sessions import Sessions
+from rl_core.environments.env_file import load_env
+from rl_core.run.online import scorer_of
+from rl_core.run.running_baseline import RunningBaseline
+from rl_core.sampling.actor import EpisodeActors
+from rl_core.types import SamplingParams, Trajectory
+
+ADMIN = "sk-admin-of-these-tests"
+
+
+class Client:
+    """A program with the key of its session."""
+
+    def __init__(self, url: str, http: httpx.AsyncClient, key: str):
+        self.url, self.http, self.key = url, http, key
+
+    async def post(self, path: str, body=None, key: str | None = None, **headers) -> httpx.Response:
+        headers |= {"Authorization": f"Bearer {self.key if key is None else key}"}
+        return await self.http.post(self.url + path, json=body or {}, headers=headers)
+
+    async def start(self, **body) -> Client:
+        begun = await self.post("/rl/start_session", {"task_id": "t"} | body, ADMIN)
+        assert begun.status_code == 200, begun.text
+        return Client(self.url, self.http, begun.json()["api_key"])
+
+    async def say(self, *messages, **headers) -> dict:
+        """The reply to a conversation, of the user and the assistant in turns."""
+        roles = ("user", "assistant")
+        body = [{"role": roles[n % 2], "content": text} for n, text in enumerate(messages)]
+        asked = {"model": "any", "messages": body}
+        answer = await self.post("/v1/chat/completions", asked, **headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def rate(self, reward, **more) -> None:
+        rated = await self.post("/rl/set_reward", {"reward": reward, **more})
+        assert rated.status_code == 200, rated.text
+
+    async def end(self, **body) -> None:
+        assert (await self.post("/rl/end_session", body)).status_code == 200
+
+
+@asynccontextmanager
+async def opened(folder, *replies, env=None, judge="", step=0, **flags):
+    """(a client without a session, the sessions) of a run whose earlier sessions are restored.
+    `env`: text of an environment's file; `judge`: reply of the actor judge."""
+    module, path = unscored_module(), "--online"
+    if env:
+        module, path = None, str(folder / "env.py")
+        (folder / "env.py").write_text(env)
+    loaded = load_env(path, module=module)
+    actor = ScriptedActor(name="policy", chat=CHAT, replies=replies or ["one", "two", "three"])
+    cast = {"policy": actor}
+    if judge:
+        cast["judge"] = ScriptedActor(name="judge", chat=CHAT, replies=[judge], is_trainable=False)
+
+    def make_players(number):
+        return EpisodeActors(cast, SamplingParams(max_tokens=200), number, f"online/{number}")
+
+    sessions = Sessions(
+        rollouts=folder / "rollouts",
+        config=OnlineConfig(**flags),
+        make_players=make_players,
+        scorer=scorer_of(loaded, "judge" if judge else None),
+    )
+    server = OnlineServer(AgentsConfig(), 0, sessions, ADMIN)
+    await sessions.restore(server, step)
+    await server.start()
+    try:
+        async with httpx.AsyncClient() as http:
+            yield Client(server.address, http, ""), sessions
+    finally:
+        await server.close()
+
+
+async def rated(sessions, number: int = 1):
+    """The trajectories of sessions once so many are rated."""
+    await until(lambda: len(sessions.rated) == number)
+    return [t for session in sessions.rated for t in session.trajectories]
+
+
+async def refused_start(client, sessions, **body):
+    return await client.post("/rl/start_session", {"task_id": "t"} | body, ADMIN)
+
+
+async def bound_to_the_admin(client, sessions):
+    return await refused_start(client, sessions, api_key=ADMIN)
+
+
+async def short_key(client, sessions):
+    return await refused_start(client, sessions, api_key="guessable")
+
+
+async def task_that_is_no_text(client, sessions):
+    return await refused_start(client, sessions, task_id=["t"])
+
+
+async def full(client, sessions):
+    for _ in range(3):
+        await client.start()
+    return await refused_start(client, sessions)
+
+
+async def guessed(client, sessions):
+    await client.start()
+    return await client.post("/rl/set_reward", {"reward": 1}, "sk-sess-guessed-0000")
+
+
+async def starts_a_session(client, sessions):
+    mine = await client.start()
+    return await mine.post("/rl/start_session", {"task_id": "t"})
+
+
+async def admin_asks(client, sessions):
+    return await client.post("/v1/chat/completions", {"model": "m", "messages": HI}, ADMIN)
+
+
+async def rates_nothing(client, sessions):
+    return await (await client.start()).post("/rl/set_reward", {"reward": 1})
+
+
+async def rates_with(client, sessions, **body):
+    mine = await client.start()
+    await mine.say("hi")
+    return await mine.post("/rl/set_reward", body)
+
+
+async def rates_by_text(client, sessions):
+    return await rates_with(client, sessions, reward="good")
+
+
+async def rates_by_many_parts(client, sessions):
+    return await rates_with(client, sessions, reward={f"part {n}": 1 for n in range(1000)})
+
+
+async def rates_what_is_not_there(client, sessions):
+    return await rates_with(client, sessions, reward=1, interaction_id="chatcmpl-1")
+
+
+async def rates_anothers(client, sessions):
+    other = await (await client.start()).say("hi")
+    return await rates_with(client, sessions, reward=1, interaction_id=other["id"])
+
+
+async def asks_after_the_end(client, sessions):
+    mine = await client.start()
+    await mine.say("hi")
+    await mine.end()
+    return await mine.post("/v1/chat/completions", {"model": "m", "messages": HI})
+
+
+async def rates_too_late(client, sessions):
+    mine = await client.start()
+    await mine.say("hi")
+    await mine.end()
+    sessions.live[0].ended_s -= 100
+    return await mine.post("/rl/set_reward", {"reward": 1})
+
+
+async def rates_what_is_over(client, sessions):
+    mine = await client.start()
+    await mine.say("hi")
+    await mine.rate(1)
+    await mine.end()
+    await rated(sessions)
+    sessions.take(sessions.rated[0], 1)
+    return await mine.post("/rl/set_reward", {"reward": 1})
+
+
+async def asks_while_a_step_learns(client, sessions):
+    mine = await client.start()
+    sessions.gate.clear()
+    return await mine.post("/v1/chat/completions", {"model": "m", "messages": HI})
+
+
+async def asks_while_the_run_ends(client, sessions):
+    mine = await client.start()
+    sessions.is_closing = True
+    return await mine.post("/v1/chat/completions", {"model": "m", "messages": HI})
+
+
+REFUSALS = {
+    guessed: 401,
+    starts_a_session: 401,
+    admin_asks: 401,
+    bound_to_the_admin: 409,
+    short_key: 400,
+    task_that_is_no_text: 400,
+    full: 429,
+    rates_nothing: 404,
+    rates_by_text: 400,
+    rates_by_many_parts: 400,
+    rates_what_is_not_there: 404,
+    rates_anothers: 404,
+    asks_after_the_end: 410,
+    rates_too_late: 410,
+    rates_what_is_over: 410,
+    asks_while_a_step_learns: 429,
+    asks_while_the_run_ends: 503,
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_each_route_refuses_what_it_must(case, tmp_path):
+    async with opened(tmp_path, max_sessions=3, wait_s=0, reward_s=60) as (client, sessions):
+        answer = await case(client, sessions)
+        assert answer.status_code == REFUSALS[case], answer.text
+        assert answer.json()["error"]["message"]
+        assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
+
+
+async def test_eight_clients_of_both_kinds_are_trained_on_the_tokens_they_read(tmp_path):
+    async with opened(tmp_path, "one", "two") as (client, sessions):
+
+        async def by_openai(number):
+            mine = await client.start(task_id=f"task-{number}")
+            async with openai.AsyncOpenAI(base_url=f"{mine.url}/v1", api_key=mine.key) as program:
+                first = await program.chat.completions.create(model="any", messages=HI)
+                echo = {"role": "assistant", "content": first.choices[0].message.content}
+                await program.chat.completions.create(model="any", messages=[*HI, echo, *HI])
+                assert [model.id async for model in program.models.list()] == ["policy"]
+            await mine.rate(number)
+            await mine.end()
+
+        async def by_anthropic(number):
+            mine = await client.start(task_id=f"task-{number}")
+            async with anthropic.AsyncAnthropic(base_url=mine.url, api_key=mine.key) as program:
+                async with program.messages.stream(
+                    model="any", max_tokens=99, messages=HI
+                ) as stream:
+                    said = "".join([text async for text in stream.text_stream])
+                messages = [*HI, {"role": "assistant", "content": said}, *HI]
+                await program.messages.create(model="any", max_tokens=99, messages=messages)
+            await mine.rate(number)
+            await mine.end()
+
+        await asyncio.gather(*map(by_openai, range(4)), *map(by_anthropic, range(4, 8)))
+        found = await rated(sessions, 8)
+        assert sorted((t.task_id, t.reward) for t in found) == [(f"task-{n}", n) for n in range(8)]
+        for t in found:
+            assert [turn.completion.text for turn in t.turns] == ["one", "two"]
+
+
+# Name -> (what a client does, the rewards of branches with those of their turns).
+async def rates_the_last(mine):
+    await mine.say("a")
+    await mine.say("a", "one", "b")
+    await mine.rate(2.0)
+
+
+async def rates_each_turn(mine):
+    await mine.say("a")
+    await mine.rate(-1.0)
+    await mine.say("a", "one", "b")
+    await mine.rate({"good": 2.0, "short": 0.5})
+
+
+async def rates_the_session_of_two_branches(mine):
+    await mine.say("a")
+    await mine.say("b")
+    await mine.rate(1.0)
+
+
+async def rates_one_branch_by_its_id(mine):
+    first = await mine.say("a")
+    await mine.say("b")
+    await mine.rate(1.0, interaction_id=first["id"])
+
+
+async def rates_again(mine):
+    await mine.say("a")
+    await mine.rate(0.0)
+    await mine.rate(3.0)
+
+
+REWARDS = {
+    rates_the_last: [(2.0, [0.0, 2.0])],
+    rates_each_turn: [(1.5, [-1.0, 2.5])],
+    rates_the_session_of_two_branches: [(1.0, []), (1.0, [1.0])],
+    rates_one_branch_by_its_id: [(1.0, [1.0])],
+    rates_again: [(3.0, [3.0])],
+}
+
+
+@pytest.mark.parametrize("case", REWARDS)
+async def test_a_reward_is_that_of_its_reply_or_of_the_session(case, tmp_path):
+    async with opened(tmp_path) as (client, sessions):
+        mine = await client.start()
+        await case(mine)
+        await mine.end()
+        found = await rated(sessions)
+        assert [(t.reward, t.turn_rewards) for t in found] == REWARDS[case]
+
+
+ENV = """
+def reward_fn(completion, info):
+    return {"length": len(completion) / 10, "known": None if info is None else float(info["good"])}
+"""
+FEEDBACK = """
+def feedback_fn(text, messages):
+    assert messages[-1]["content"] == "one"
+    return {"thanks": 0.75, "well": None}.get(text)
+"""
+# Name -> (environment, judge's reply, text, info, reward parts or None: the session is not rated).
+SCORES = {
+    "a hook alone": (ENV, "", None, {"good": True}, {"length": 0.3, "known": 1.0}),
+    "a hook without info": (ENV, "", None, None, {"length": 0.3}),
+    "a hook and text": (ENV + FEEDBACK, "", "thanks", None, {"length": 0.3, "feedback": 0.75}),
+    "text with a number": (FEEDBACK, "", "thanks", None, {"feedback": 0.75}),
+    "text without a number": (FEEDBACK, "", "well", None, None),
+    "text and a judge": (FEEDBACK, "so [[10]]", "well", None, {"feedback": 1.0}),
+    "a judge alone": (None, "so [[1]]", "bad", None, {"feedback": 0.0}),
+    "a judge who does not": (None, "hm", "bad", None, None),
+    "a hook that fails": (ENV, "", None, {}, None),
+    "nobody": (None, "", "bad", None, None),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+async def test_hooks_and_judges_score_what_clients_say(name, tmp_path):
+    env, judge, text, info, parts = SCORES[name]
+    async with opened(tmp_path, "one", env=env, judge=judge) as (client, sessions):
+        mine = await client.start()
+        await mine.say("a")
+        if text:
+            assert (await mine.post("/rl/set_reward", {"text": text})).status_code == 200
+        await mine.end(info=info)
+        session = next(iter(sessions.live.values()), None)
+        await until(lambda: session is None or session.is_scored)
+        found = [t.reward_parts for each in sessions.rated for t in each.trajectories]
+        assert found == ([parts] if parts else [])
+        if parts:
+            assert sessions.rated[0].trajectories[0].reward == math.fsum(parts.values())
+
+
+async def test_what_is_not_rated_or_read_is_left_out_and_counted(tmp_path):
+    async with opened(tmp_path, reward_s=50, session_s=50) as (client, sessions):
+        waiting, unread, forgotten = [await client.start() for _ in range(3)]
+        await waiting.say("a")
+        await waiting.end()
+        await unread.end()
+        await forgotten.say("a")
+        await forgotten.rate(1)
+        await until(lambda: sessions.live[0].is_scored and 1 not in sessions.live)
+        sessions.tick()
+        assert set(sessions.live) == {0, 2} and not sessions.rated
+        sessions.live[0].ended_s -= 60
+        sessions.live[2].used_s -= 60
+        sessions.tick()
+        assert (await rated(sessions))[0].reward == 1
+        assert sessions.counts == {"started": 3, "no reward came": 1, "no reply was read": 1}
+
+
+async def test_a_session_with_the_key_of_an_old_one_ends_it(tmp_path):
+    async with opened(tmp_path) as (client, sessions):
+        first = await client.start(task_id="old")
+        await first.say("a")
+        await first.rate(1)
+        again = await client.start(task_id="new", api_key=first.key)
+        assert again.key == first.key
+        assert [t.task_id for t in await rated(sessions)] == ["old"]
+        await again.say("b")
+        await again.rate(2)
+        await again.end()
+        assert [t.reward for t in await rated(sessions, 2)] == [1, 2]
+
+
+async def test_a_reward_may_come_after_the_end(tmp_path):
+    async with opened(tmp_path) as (client, sessions):
+        mine = await client.start()
+        await mine.say("a")
+        await mine.end()
+        await until(lambda: sessions.live[0].is_scored)
+        assert not sessions.rated
+        await mine.rate(1)
+        assert [t.reward for t in await rated(sessions)] == [1]
+
+
+async def play_to_be_restored(client, sessions):
+    """A session with branches, a retry, a stream, rewards, and the end."""
+    mine = await client.start(task_id="restored", api_key="sk-chosen-by-its-client")
+    first = await mine.say("a")
+    await mine.say("a", "one", "b")
+    retried = await mine.say("a", **{"x-stainless-retry-count": "1"})
+    assert retried["id"] == first["id"]
+    async with (
+        anthropic.AsyncAnthropic(base_url=mine.url, api_key=mine.key) as program,
+        program.messages.stream(model="any", max_tokens=99, messages=HI) as stream,
+    ):
+        await stream.until_done()
+    await mine.rate(0.5)
+    await mine.rate(1.0, interaction_id=first["id"])
+    await mine.end(info={"good": 1})
+
+
+def learned(trajectories):
+    return [(t.messages, t.turns, t.reward_parts, t.turn_rewards, t.status) for t in trajectories]
+
+
+async def test_a_run_that_was_killed_at_any_event_goes_on_with_its_sessions(tmp_path):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    async with opened(whole) as (client, sessions):
+        await play_to_be_restored(client, sessions)
+        known = await rated(sessions)
+    [(_, file)] = session_files(whole / "rollouts")
+    lines = file.read_text().splitlines(keepends=True)
+    for number in range(1, len(lines) + 1):
+        cut = tmp_path / f"cut_{number}"
+        shutil.copytree(whole, cut)
+        [(_, copy)] = session_files(cut / "rollouts")
+        following = lines[number] if number < len(lines) else ""
+        copy.write_text("".join(lines[:number]) + following[: len(following) // 2])
+        async with opened(cut, "another") as (client, sessions):
+            mine = Client(client.url, client.http, "sk-chosen-by-its-client")
+            session = sessions.live[0]
+            kept = [line for line in lines[:number] if '"event": "reply"' in line]
+            assert len(session.nodes) == len(kept)
+            if session.is_open:
+                again = await mine.say("a", **{"x-stainless-retry-count": "1"})
+                text = again["choices"][0]["message"]["content"]
+                assert text == ("one" if kept else "another")
+                await mine.rate(0.5)
+                await mine.end()
+            found = await rated(sessions)
+            if number == len(lines):
+                assert learned(found) == learned(known)
+            assert (await client.start()).key and len(sessions.live) == 2
+        async with opened(cut, "another") as (client, sessions):  # The events since then too.
+            assert learned(await rated(sessions)) == learned(found) and len(sessions.live) == 2
+
+
+async def test_steps_that_were_lost_are_trained_again_and_others_are_not(tmp_path):
+    async with opened(tmp_path) as (client, sessions):
+        for number in range(3):
+            mine = await client.start()
+            await mine.say("a")
+            await mine.rate(number)
+            await mine.end()
+        await rated(sessions, 3)
+        for number in (0, 1):
+            sessions.take(sessions.live[number], number + 1)
+    async with opened(tmp_path, step=1) as (client, sessions):
+        assert sorted(t.reward for t in await rated(sessions, 2)) == [1, 2]
+        sessions.delete_until(1)
+        assert [number for number, _ in session_files(tmp_path / "rollouts")] == [1, 2]
+        assert [each["state"] for each in summaries(tmp_path / "rollouts")] == [
+            "rated",
+            "rated",
+        ]
+        assert (await client.start()).key and sessions.next_number == 4
+    for _, file in session_files(tmp_path / "rollouts"):
+        assert "sk-" not in file.read_text()
+
+
+def waiting(number, task="t", version=0):
+    """A rated session, as the source sees it."""
+    return SimpleNamespace(number=number, task_id=task, oldest_version=version)
+
+
+# Name -> (flags, tasks of rated sessions, minutes since the step before, numbers that a step takes).
+STEPS = {
+    "enough": ("--tasks_per_step 2", "abc", 0, [[0], [1]]),
+    "too few": ("--tasks_per_step 4", "abc", 0, None),
+    "too few for long": ("--tasks_per_step 4 --online.step_minutes 5", "abc", 6, [[0], [1], [2]]),
+    "too few for a while": ("--tasks_per_step 4 --online.step_minutes 5", "abc", 4, None),
+    "fewer than the least": (
+        "--tasks_per_step 4 --online.step_minutes 5 --online.min_sessions 4",
+        "abc",
+        6,
+        None,
+    ),
+    "groups": ("--tasks_per_step 1 --group_size 2", "abca", 0, [[0, 3]]),
+    "no group": ("--tasks_per_step 1 --group_size 2", "abc", 0, None),
+    "a group in part": (
+        "--tasks_per_step 2 --group_size 3 --online.step_minutes 5",
+        "abca",
+        6,
+        [[0, 3]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_begins_with_enough_rated_sessions_or_by_the_clock(name):
+    flags, tasks, minutes, numbers = STEPS[name]
+    config = parse_config(f"--online --model m --out o {flags}".split())
+    sessions = SimpleNamespace(taken=[], left_out=[])
+    sessions.rated = [waiting(number, task) for number, task in enumerate(tasks)]
+    sessions.take = lambda session, step: sessions.taken.append(session)
+    source = SessionSource(config, sessions)
+    source.began_s -= 60 * minutes
+    taken = source.take(3, is_last=False)
+    assert (taken and [[each.number for each in group] for group in taken]) == numbers
+    assert sorted(each.number for each in sessions.taken) == sorted(
+        number for group in numbers or () for number in group
+    )
+
+
+def test_sessions_with_tokens_older_than_the_staleness_are_left_out():
+    config = parse_config(words := "--online --model m --out o --max_staleness 2".split())
+    assert config.max_staleness == 2, words
+    left = []
+    rated = [waiting(number, version=version) for number, version in enumerate((2, 3, 5))]
+    sessions = SimpleNamespace(rated=rated, leave_out=lambda session, why: left.append(session))
+    SessionSource(config, sessions).take(5, is_last=False)
+    assert [session.number for session in left] == [0]
+
+
+async def test_the_running_baseline_is_the_weighted_mean_of_other_episodes():
+    trainer = SimpleNamespace(ranks=SimpleNamespace(size=1))
+    baseline = RunningBaseline(trainer)
+
+    def episodes(*facts):
+        return [
+            Trajectory(task_id=task, group_id=f"{number}", reward=reward)
+            for number, (task, reward) in enumerate(facts)
+        ]
+
+    first = episodes(("a", 1.0), ("a", 3.0), ("b", 5.0))
+    await baseline.on_episodes(1, "step 1", first)
+    # Of a task's one other episode, and the mean of all others as 4 episodes.
+    assert first[0].baseline == pytest.approx((3 + 4 * (3 + 5) / 2) / 5)
+    assert first[2].baseline == pytest.approx((1 + 3) / 2)
+    resumed = RunningBaseline(trainer)
+    resumed.load(baseline.state())
+    second = episodes(("a", 2.0), ("c", 0.0))
+    await resumed.on_episodes(2, "step 2", second)
+    overall = (0.9 * 9 + 0) / (0.9 * 3 + 1)  # Without the episode itself.
+    assert second[0].baseline == pytest.approx((0.9 * 4 + 4 * overall) / (0.9 * 2 + 4))
