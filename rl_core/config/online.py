@@ -18,7 +18,7 @@ class OnlineConfig(Section, prefix="online."):
         0.0, "a step also begins after so long, with at least min_sessions; 0: never"
     )
     min_sessions: AtLeast1 = flag(1, "least number of rated sessions of a step")
-    max_sessions: AtLeast1 = flag(1024, "open sessions at once; more are told to wait")
+    max_sessions: AtLeast1 = flag(1024, "open sessions at once; others get 429")
     wait_s: NotNegative = flag(60.0, "requests wait so long for a step that learns, then get 429")
     judge: str | None = flag(None, "actor that scores feedback without a number")
 
@@ -34,7 +34,7 @@ OF_ONLINE = [
     ),
     (
         lambda c: not c.max_staleness,
-        "--online needs --max_staleness of at least 1: sessions go on while a step learns",
+        "--online needs --max_staleness of at least 1: sessions continue while a step learns",
     ),
     (
         lambda c: c.eval_every,

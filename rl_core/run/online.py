@@ -20,7 +20,7 @@ from rl_core.data.tasks.online import SessionSource
 from rl_core.distributed import SIGNAL_RECEIVED
 from rl_core.environments.agents.online import OnlineServer
 from rl_core.environments.agents.rollout import AgentRollout, Endpoints
-from rl_core.environments.agents.sessions import TICK_S, Scorer, Session, Sessions
+from rl_core.environments.agents.sessions import TICK_S, OnlineSession, Scorer, Sessions
 from rl_core.metrics import Sum
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import EpisodeActors
@@ -77,7 +77,9 @@ class Online(Plugin):
                 "name another port, or 0 for a free one"
             ) from error
         key = f"${ADMIN_KEY}" if os.environ.get(ADMIN_KEY) else trainer.out / KEY_FILE
-        restored = f"; {len(sessions.live)} sessions go on" if sessions.live else ""
+        restored = (
+            f"; {len(sessions.live)} open or waiting sessions restored" if sessions.live else ""
+        )
         trainer.log.say(f"open at {self.server.address}, admin key in {key}{restored}")
         self.clock = asyncio.create_task(self.tick())
 
@@ -113,18 +115,18 @@ class Online(Plugin):
                 await asyncio.sleep(POLL_S)
             return []
         sessions = self.server.sessions
-        while (taken := self.source.take(step, is_last=False)) is None:
+        while (chosen := self.source.take(step, is_last=False)) is None:
             if sessions.fatal:
                 raise RunError(f"an engine died and cannot be started again: {sessions.fatal}")
             if ranks.number(SIGNAL_RECEIVED):
                 await self.drain()
-                taken = self.source.take(step, is_last=True)
+                chosen = self.source.take(step, is_last=True)
                 break
             await asyncio.sleep(POLL_S)
         if not ranks.rollout_ranks:
             sessions.gate.clear()
         ranks.set_number(begun, 1)
-        return [self.group(number, each) for number, each in enumerate(taken or ())]
+        return [self.group(number, each) for number, each in enumerate(chosen or ())]
 
     async def drain(self) -> None:
         """Takes no further request, and waits for turns that are sampled and sessions that are
@@ -138,7 +140,7 @@ class Online(Plugin):
                 return
             await asyncio.sleep(POLL_S)
 
-    def group(self, number: int, sessions: list[Session]) -> Group:
+    def group(self, number: int, sessions: list[OnlineSession]) -> Group:
         first = sessions[0].trajectories[0]
         task = Task(id=first.task_id, env=first.env, row={}, messages=[])
         group = make_group(
@@ -157,7 +159,7 @@ class Online(Plugin):
         return group
 
     async def before_log(self, step: int) -> None:
-        """Lets requests go on with the new weights."""
+        """Lets requests continue with the new weights."""
         if self.server is None:
             return
         sessions = self.server.sessions
@@ -194,7 +196,7 @@ class Online(Plugin):
             await self.server.close()
 
 
-def is_busy(session: Session) -> bool:
+def is_busy(session: OnlineSession) -> bool:
     return session.is_asking or not session.is_scored
 
 

@@ -12,7 +12,7 @@ from rl_core.types import JSONObject, Trajectory
 
 # An episode's weight after each later step, and the weight below which a task is forgotten.
 DECAY, FORGOTTEN = 0.9, 0.01
-PRIOR = 4.0  # The mean over all tasks counts as so many episodes of a task.
+PRIOR = 4.0  # The mean over all tasks counts as this number of episodes of a task.
 
 
 class RunningBaseline(Plugin):

@@ -51,10 +51,6 @@ UNLIMITED = 1 << 20  # Tokens of a turn that must not be cut off.
 def main(argv: list[str]) -> int:
     """Prints a report on each environment. Returns 0 if every normal episode is scored, else 1.
     Raises ValueError for an environment that cannot be tried."""
-    if "--online" in argv:
-        from rl_core.tools.check_online import main as check_online
-
-        return check_online(argv)
     options = parse(argv)
     # Standard output gets only the JSON, not the prints of hooks.
     with redirect_stdout(io.StringIO()) if options.json else nullcontext():

@@ -99,7 +99,8 @@ def answer(command: str, rest: list[str]) -> int:
         from rl_core.errors import nearest
 
         raise UsageError(f"unknown command {command!r}; {nearest(command, COMMANDS)}")
-    return import_module(f"rl_core.tools.{command}").main(rest)
+    module = "check_online" if command == "check" and "--online" in rest else command
+    return import_module(f"rl_core.tools.{module}").main(rest)
 
 
 def usage() -> str:

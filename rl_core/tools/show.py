@@ -66,11 +66,11 @@ def sessions(run: Path, is_json: bool) -> str:
     """A line for each session whose file a run keeps, the newest last."""
     from rl_core.environments.agents.session_files import summaries
 
-    found = summaries(run / "rollouts")
+    known = summaries(run / "rollouts")
     if is_json:
-        return "\n".join(map(json.dumps, found))
+        return "\n".join(map(json.dumps, known))
     lines = [f"{'session':>8}  {'reward':>8}  {'replies':>7}  {'versions':<9} state, task, reply"]
-    for each in found:
+    for each in known:
         reward = "-" if each["reward"] is None else f"{each['reward']:.4g}"
         versions = "-".join(
             str(v) for v in dict.fromkeys(each["versions"][:1] + each["versions"][-1:])

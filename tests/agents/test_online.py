@@ -96,7 +96,7 @@ async def opened(folder, *replies, env=None, judge="", step=0, **flags):
 
 
 async def rated(sessions, number: int = 1):
-    """The trajectories of sessions once so many are rated."""
+    """The trajectories of sessions once this number is rated."""
     await until(lambda: len(sessions.rated) == number)
     return [t for session in sessions.rated for t in session.trajectories]
 
@@ -209,7 +209,7 @@ REFUSALS = {
     short_key: 400,
     task_that_is_no_text: 400,
     full: 429,
-    rates_nothing: 404,
+    rates_nothing: 400,
     rates_by_text: 400,
     rates_by_many_parts: 400,
     rates_what_is_not_there: 404,
@@ -250,20 +250,20 @@ async def test_eight_clients_of_both_kinds_are_trained_on_the_tokens_they_read(t
                 async with program.messages.stream(
                     model="any", max_tokens=99, messages=HI
                 ) as stream:
-                    said = "".join([text async for text in stream.text_stream])
-                messages = [*HI, {"role": "assistant", "content": said}, *HI]
+                    text = "".join([text async for text in stream.text_stream])
+                messages = [*HI, {"role": "assistant", "content": text}, *HI]
                 await program.messages.create(model="any", max_tokens=99, messages=messages)
             await mine.rate(number)
             await mine.end()
 
         await asyncio.gather(*map(by_openai, range(4)), *map(by_anthropic, range(4, 8)))
-        found = await rated(sessions, 8)
-        assert sorted((t.task_id, t.reward) for t in found) == [(f"task-{n}", n) for n in range(8)]
-        for t in found:
+        scored = await rated(sessions, 8)
+        assert sorted((t.task_id, t.reward) for t in scored) == [(f"task-{n}", n) for n in range(8)]
+        for t in scored:
             assert [turn.completion.text for turn in t.turns] == ["one", "two"]
 
 
-# Name -> (what a client does, the rewards of branches with those of their turns).
+# Name -> (a client's calls, the rewards of branches with those of their turns).
 async def rates_the_last(mine):
     await mine.say("a")
     await mine.say("a", "one", "b")
@@ -310,8 +310,8 @@ async def test_a_reward_is_that_of_its_reply_or_of_the_session(case, tmp_path):
         mine = await client.start()
         await case(mine)
         await mine.end()
-        found = await rated(sessions)
-        assert [(t.reward, t.turn_rewards) for t in found] == REWARDS[case]
+        scored = await rated(sessions)
+        assert [(t.reward, t.turn_rewards) for t in scored] == REWARDS[case]
 
 
 ENV = """
@@ -349,8 +349,8 @@ async def test_hooks_and_judges_score_what_clients_say(name, tmp_path):
         await mine.end(info=info)
         session = next(iter(sessions.live.values()), None)
         await until(lambda: session is None or session.is_scored)
-        found = [t.reward_parts for each in sessions.rated for t in each.trajectories]
-        assert found == ([parts] if parts else [])
+        scored = [t.reward_parts for each in sessions.rated for t in each.trajectories]
+        assert scored == ([parts] if parts else [])
         if parts:
             assert sessions.rated[0].trajectories[0].reward == math.fsum(parts.values())
 
@@ -420,16 +420,16 @@ def learned(trajectories):
 
 
 async def test_a_run_that_was_killed_at_any_event_goes_on_with_its_sessions(tmp_path):
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    async with opened(whole) as (client, sessions):
+    complete = tmp_path / "complete"
+    complete.mkdir()
+    async with opened(complete) as (client, sessions):
         await play_to_be_restored(client, sessions)
         known = await rated(sessions)
-    [(_, file)] = session_files(whole / "rollouts")
+    [(_, file)] = session_files(complete / "rollouts")
     lines = file.read_text().splitlines(keepends=True)
     for number in range(1, len(lines) + 1):
         cut = tmp_path / f"cut_{number}"
-        shutil.copytree(whole, cut)
+        shutil.copytree(complete, cut)
         [(_, copy)] = session_files(cut / "rollouts")
         following = lines[number] if number < len(lines) else ""
         copy.write_text("".join(lines[:number]) + following[: len(following) // 2])
@@ -444,12 +444,12 @@ async def test_a_run_that_was_killed_at_any_event_goes_on_with_its_sessions(tmp_
                 assert text == ("one" if kept else "another")
                 await mine.rate(0.5)
                 await mine.end()
-            found = await rated(sessions)
+            scored = await rated(sessions)
             if number == len(lines):
-                assert learned(found) == learned(known)
+                assert learned(scored) == learned(known)
             assert (await client.start()).key and len(sessions.live) == 2
         async with opened(cut, "another") as (client, sessions):  # The events since then too.
-            assert learned(await rated(sessions)) == learned(found) and len(sessions.live) == 2
+            assert learned(await rated(sessions)) == learned(scored) and len(sessions.live) == 2
 
 
 async def test_steps_that_were_lost_are_trained_again_and_others_are_not(tmp_path):
@@ -507,14 +507,14 @@ STEPS = {
 def test_a_step_begins_with_enough_rated_sessions_or_by_the_clock(name):
     flags, tasks, minutes, numbers = STEPS[name]
     config = parse_config(f"--online --model m --out o {flags}".split())
-    sessions = SimpleNamespace(taken=[], left_out=[])
+    sessions = SimpleNamespace(taken_by_step=[], left_out=[])
     sessions.rated = [waiting(number, task) for number, task in enumerate(tasks)]
-    sessions.take = lambda session, step: sessions.taken.append(session)
+    sessions.take = lambda session, step: sessions.taken_by_step.append(session)
     source = SessionSource(config, sessions)
     source.began_s -= 60 * minutes
-    taken = source.take(3, is_last=False)
-    assert (taken and [[each.number for each in group] for group in taken]) == numbers
-    assert sorted(each.number for each in sessions.taken) == sorted(
+    chosen = source.take(3, is_last=False)
+    assert (chosen and [[each.number for each in group] for group in chosen]) == numbers
+    assert sorted(each.number for each in sessions.taken_by_step) == sorted(
         number for group in numbers or () for number in group
     )
 
@@ -541,7 +541,7 @@ async def test_the_running_baseline_is_the_weighted_mean_of_other_episodes():
 
     first = episodes(("a", 1.0), ("a", 3.0), ("b", 5.0))
     await baseline.on_episodes(1, "step 1", first)
-    # Of a task's one other episode, and the mean of all others as 4 episodes.
+    # The task has one other episode; the mean of all others counts as 4 episodes.
     assert first[0].baseline == pytest.approx((3 + 4 * (3 + 5) / 2) / 5)
     assert first[2].baseline == pytest.approx((1 + 3) / 2)
     resumed = RunningBaseline(trainer)

@@ -42,7 +42,7 @@ BLOCKS = [
 # Shell commands of others, and flags of others that pages name.
 SHELL = (
     "pip git cd export cat source for while do done accelerate .ci/run wandb ruff docker "
-    "podman kubectl vllm curl sleep"
+    "podman kubectl vllm curl sleep echo"
     " pre-commit kill cp mkdir openssl helm"
 )
 OTHERS = {
@@ -127,7 +127,7 @@ def check_command(words: list[str]) -> None:
             return parse_train(arguments)
         files = [
             *(ROOT / "rl_core/tools").glob(f"{command}*/*.py"),
-            *(ROOT / "rl_core/tools").glob(f"{command}.py"),
+            *(ROOT / "rl_core/tools").glob(f"{command}*.py"),
             PLAYING,
         ]
         return refuse_unknown(

@@ -68,7 +68,7 @@ MODELS = (
     "meta-llama/Llama-3.2-1B-Instruct",
     "runs/quickstart/sft/hf/policy",
 )
-SERVERS = ("view", "serve", "rl_core.rewards.reward_model")
+SERVERS = ("view", "serve", "--online", "rl_core.rewards.reward_model")
 ROWS = [
     {"prompt": f"{n} and {n}?", "answer": str(2 * n), "response": f"it is {2 * n}"}
     for n in range(8)
@@ -327,7 +327,7 @@ class Runner:
             return process
         self.servers.append(process)
         wait_until(
-            lambda: process.poll() is not None or "\n" in process.text("stdout"),
+            lambda: process.poll() is not None or "http://" in process.text("stdout"),
             f"{words}: an address",
             180,
         )
@@ -389,7 +389,9 @@ def smaller(args: list[str]) -> list[str]:
     if "scripts/recipes/gsm8k_qwen3_0.6b.yaml" in flags:
         # Instead of those of the hub.
         flags += ["--data.train", "rows.jsonl", "--data.eval", "rows.jsonl"]
-    if verb == "train":
+    if verb == "train" and "--online" in flags:
+        flags += ["--max_tokens", "8"]
+    elif verb == "train":
         flags += SMALLER + (
             [] if is_learned_from_rows(flags) else ["--group_size", "2", "--max_tokens", "8"]
         )

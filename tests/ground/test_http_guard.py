@@ -8,15 +8,18 @@ import gzip
 import json
 import re
 import resource
+import tempfile
 import zlib
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from aiohttp import web
 from kit import ROOT, ForkedProcess
+from test_online import opened as sessions_of
 
 from rl_core import http_guard
 from rl_core.data.tool_calls import ToolCalls
@@ -71,6 +74,21 @@ async def endpoint(capsys):
 
 
 @asynccontextmanager
+async def online(capsys):
+    """A run that stays open, with two sessions."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with sessions_of(Path(folder)) as (client, _):
+            mine, other = await client.start(), await client.start()
+            yield Opened(
+                port=int(client.url.rpartition(":")[2]),
+                path="/rl/set_reward",
+                key=f"Bearer {mine.key}",
+                other_key=f"Bearer {other.key}",
+                max_bytes=MAX_BODY_BYTES,
+            )
+
+
+@asynccontextmanager
 async def engine_rank(capsys):
     ranks = SimpleNamespace(store=dist.HashStore(), group=0, rank=1)
     server = EngineServer({"policy": None}, None, ranks, None)
@@ -118,9 +136,9 @@ async def gateway(capsys):
         yield Opened(port=port, path="/v1/workers", key=f"Bearer {TOKEN}", max_bytes=MAX_REQUEST)
 
 
-SERVERS = {each.__name__: each for each in (endpoint, engine_rank, scores, page, gateway)}
+SERVERS = {each.__name__: each for each in (endpoint, online, engine_rank, scores, page, gateway)}
 READERS = [name for name in SERVERS if name != "page"]  # The page has no bodies.
-KEYED = ["endpoint", "engine_rank", "gateway"]
+KEYED = ["endpoint", "online", "engine_rank", "gateway"]
 
 
 @pytest.fixture
@@ -198,7 +216,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", ["endpoint", "scores", "gateway"])
+@pytest.mark.parametrize("name", ["endpoint", "online", "scores", "gateway"])
 def test_what_is_not_json_is_refused_in_one_line(name, play, capsys):
     async def send(opened):
         return {kind: await ask(opened, opened.head(), REFUSED[kind][0]) for kind in REFUSED}

@@ -55,6 +55,7 @@ RUNS = {
 }
 # Written on GPUs alone, and where SGLang dies: only that the code has these names is checked.
 ELSEWHERE = {
+    **dict.fromkeys(("online/started", "online/open", "online/left_out"), "run/online.py"),
     "rollout/ACTOR/engine_restarts": "engines/server_engine.py",
     "sync/ACTOR/{device,broadcast,files}_mib": "engines/server_engine.py",
     "learn/ACTOR/mfu": "run/display/mfu.py",

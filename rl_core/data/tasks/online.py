@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 
 from rl_core.config import Config
-from rl_core.environments.agents.sessions import Session, Sessions
+from rl_core.environments.agents.sessions import OnlineSession, Sessions
 from rl_core.types import Row
 
 # The run reads no rows. Hooks of an environment's file may name this column.
@@ -22,13 +22,13 @@ class SessionSource:
         self.config, self.sessions = config, sessions
         self.began_s = time.monotonic()  # End of the last step.
 
-    def groups(self, is_due: bool) -> list[list[Session]]:
+    def groups(self, is_due: bool) -> list[list[OnlineSession]]:
         """The groups that can begin a step. `is_due`: those that lack sessions too, but for a
         single one that a group needs."""
         size = self.config.group_size
         if size == 1:
             return [[session] for session in self.sessions.rated]
-        by_task: dict[str, list[Session]] = defaultdict(list)
+        by_task: dict[str, list[OnlineSession]] = defaultdict(list)
         for session in self.sessions.rated:
             by_task[session.task_id].append(session)
         groups = []
@@ -38,7 +38,7 @@ class SessionSource:
         least = 2 if is_due else size
         return [group for group in groups if len(group) >= least]
 
-    def take(self, step: int, is_last: bool) -> list[list[Session]] | None:
+    def take(self, step: int, is_last: bool) -> list[list[OnlineSession]] | None:
         """The groups of a step, or None if it has to wait. `is_last`: the run ends, and takes what
         there is. Leaves out sessions whose tokens are too old."""
         online, most = self.config.online, self.config.tasks_per_step

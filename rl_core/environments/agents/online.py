@@ -21,7 +21,7 @@ from rl_core.environments.agents.endpoint import (
     refuse,
 )
 from rl_core.environments.agents.requests import Refusal, Request
-from rl_core.environments.agents.sessions import Session, Sessions
+from rl_core.environments.agents.sessions import OnlineSession, Sessions
 from rl_core.environments.agents.tree import Attempt
 from rl_core.http_guard import GuardedConnection, is_key
 from rl_core.types import JSON, JSONObject
@@ -77,9 +77,9 @@ class OnlineServer(EndpointServer):
         connection = cast(GuardedConnection, request.protocol)
         connection.limits.admit(connection, endpoint.api_key)
 
-    def session_of(self, http: web.Request) -> Session:
+    def session_of(self, http: web.Request) -> OnlineSession:
         session = self.endpoint_of(http)
-        assert isinstance(session, Session)
+        assert isinstance(session, OnlineSession)
         return session
 
     async def send(
@@ -90,12 +90,12 @@ class OnlineServer(EndpointServer):
         request: Request,
         attempt: Attempt,
     ) -> web.StreamResponse:
-        """See EndpointServer. Notes what the connection took."""
+        """See EndpointServer. Notes the part that the connection took."""
         send = super().send_stream if request.is_streamed else super().send
         try:
             return await send(http, dialect, endpoint, request, attempt)
         finally:
-            assert isinstance(endpoint, Session)
+            assert isinstance(endpoint, OnlineSession)
             endpoint.note_sent(attempt)
 
     send_stream = send

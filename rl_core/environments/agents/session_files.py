@@ -127,12 +127,12 @@ def completion_of(value: JSONObject) -> Completion:
 
 def summaries(rollouts: Path) -> list[JSONObject]:
     """The sessions of a run whose files are kept: those that no two checkpoints have."""
-    found = []
+    known = []
     for _, file in session_files(rollouts):
         with suppress(FileNotFoundError):  # The run has deleted it.
             time = file.stat()
-            found += summary_of(file, time.st_mtime_ns, time.st_size)
-    return found
+            known += summary_of(file, time.st_mtime_ns, time.st_size)
+    return known
 
 
 @lru_cache(maxsize=10_000)

@@ -63,7 +63,7 @@ class RestoredTurns:
 
 
 @dataclass(eq=False, kw_only=True)
-class Session(Endpoint):
+class OnlineSession(Endpoint):
     """The endpoint of one client, its replies and their rewards. `api_key` is the key's hash."""
 
     sessions: Sessions
@@ -178,7 +178,8 @@ class Session(Endpoint):
             reply_id = reply_id.removeprefix(prefix)
         if reply_id not in self.nodes:
             named = "no reply yet" if interaction is None else f"no reply {interaction[:80]!r}"
-            raise Refusal(f"{self.id} has {named}", status=404, code="not_found")
+            status = 400 if interaction is None else 404
+            raise Refusal(f"{self.id} has {named}", status=status, code="not_found")
         self.is_named = self.is_named or interaction is not None
         event: JSONObject = {"reply": reply_id, "named": interaction is not None}
         if reward is None:
@@ -286,7 +287,7 @@ class Scorer:
     feedback: Hook | None = None  # feedback_fn of the file.
     judge: Judge | None = None
 
-    async def trajectories(self, session: Session) -> list[Trajectory]:
+    async def trajectories(self, session: OnlineSession) -> list[Trajectory]:
         """None if nobody has rated the session."""
         parts_of = {reply: dict(parts) for reply, parts in session.rewards.items()}
         task = Task(id=session.task_id, env=self.env, row={"info": session.info}, messages=[])
@@ -311,7 +312,7 @@ class Scorer:
         return scored
 
     async def of_feedback(
-        self, task: Task, session: Session, reply: str, text: str
+        self, task: Task, session: OnlineSession, reply: str, text: str
     ) -> dict[str, float]:
         """Parts that feedback_fn or the judge makes of a text; {} if none does."""
         messages = session.nodes[reply].snapshot.messages
@@ -335,10 +336,10 @@ class Sessions:
     scorer: Scorer
     next_number: int = 0
     step: int = 0  # Number of completed steps, for files.
-    by_key: dict[str, Session] = field(default_factory=dict)  # Hash of the key -> session.
-    live: dict[int, Session] = field(default_factory=dict)  # Sessions that are not over.
+    by_key: dict[str, OnlineSession] = field(default_factory=dict)  # Hash of the key -> session.
+    live: dict[int, OnlineSession] = field(default_factory=dict)  # Sessions that are not over.
     over: dict[str, str] = field(default_factory=dict)  # Hash of the key -> session that is over.
-    over_since: dict[int, int] = field(default_factory=dict)  # Session with a file -> step.
+    over_since: dict[int, int] = field(default_factory=dict)  # Number of a session -> step.
     counts: Counter[str] = field(default_factory=Counter)  # Events since the last step.
     is_restoring: bool = False
     is_closing: bool = False  # The run ends: no request is taken.
@@ -355,11 +356,11 @@ class Sessions:
         return sum(session.is_open for session in self.live.values())
 
     @property
-    def rated(self) -> list[Session]:
+    def rated(self) -> list[OnlineSession]:
         """Rated sessions that no step has, in the order of their starts."""
         return [session for session in self.live.values() if session.is_rated]
 
-    def start(self, server: EndpointServer, task_id: str, key: str) -> Session:
+    def start(self, server: EndpointServer, task_id: str, key: str) -> OnlineSession:
         """A new session. One that has the same key ends. Raises Refusal."""
         self.check_taking()
         earlier = self.by_key.get(key)
@@ -377,13 +378,13 @@ class Sessions:
 
     def make(
         self, server: EndpointServer, number: int, task_id: str, key: str, began_s: float
-    ) -> Session:
+    ) -> OnlineSession:
         self.next_number = max(self.next_number, number + 1)
         players, turns = self.make_players(number), RestoredTurns()
         trained = {name: actor for name, actor in players.items() if actor.is_trainable}
         for actor in trained.values():
             actor.replay = turns
-        session = Session(
+        session = OnlineSession(
             server=server,
             address=server.address,
             api_key=key,
@@ -425,18 +426,18 @@ class Sessions:
             except EngineDied as failure:
                 self.fatal = failure
 
-    def leave_out(self, session: Session, reason: str) -> None:
+    def leave_out(self, session: OnlineSession, reason: str) -> None:
         """Ends a session that no step will have."""
         session.write("left_out", reason=reason, step=self.step)
         self.counts[reason.partition(":")[0]] += 1
         self.forget(session, self.step)
 
-    def take(self, session: Session, step: int) -> None:
+    def take(self, session: OnlineSession, step: int) -> None:
         """Notes that step number `step` trains a session."""
         session.write("step", step=step)
         self.forget(session, step)
 
-    def forget(self, session: Session, step: int) -> None:
+    def forget(self, session: OnlineSession, step: int) -> None:
         self.over_since[session.number] = step
         self.live.pop(session.number, None)
         if self.by_key.get(session.api_key) is session:
@@ -509,7 +510,7 @@ class Sessions:
                 session.ended_s = event["time"]
             session.used_s = event["time"]
 
-    async def replay_reply(self, session: Session, event: JSONObject) -> None:
+    async def replay_reply(self, session: OnlineSession, event: JSONObject) -> None:
         """Plays a request again, with its completions."""
         request = Request(**session.coder.decode(event["request"]))
         request.is_retry, request.continues = False, None

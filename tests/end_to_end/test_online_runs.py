@@ -40,8 +40,8 @@ class Killed:
     async def find(self) -> None:
         """Waits for the address of the run's server."""
         while not self.url and self.process.poll() is None:
-            if found := re.search(r"open at (\S+),", self.process.text("stdout")):
-                self.url = found[1]
+            if match := re.search(r"open at (\S+),", self.process.text("stdout")):
+                self.url = match[1]
             await asyncio.sleep(0.05)
 
     async def kill(self, number: int) -> None:
@@ -106,11 +106,11 @@ async def play_all(run: Killed, num_sessions: int, signals: list[int], seed: int
     """Plays eight sessions at once, and kills the run after random numbers of answers."""
     chance, at_once = random.Random(seed), asyncio.Semaphore(8)
     # A session has five answers; the last ones may end the run.
-    places = sorted(chance.sample(range(1, 4 * num_sessions), len(signals)))
+    numbers_of_answers = sorted(chance.sample(range(1, 4 * num_sessions), len(signals)))
 
     async def kill() -> None:
-        for place, number in zip(places, signals, strict=True):
-            while run.num_answered < place:  # noqa: ASYNC110
+        for answers, number in zip(numbers_of_answers, signals, strict=True):
+            while run.num_answered < answers:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await asyncio.sleep(chance.random() / 5)
             await run.kill(number)
@@ -158,12 +158,12 @@ def test_every_rated_session_is_trained_once_however_often_the_run_is_killed(
 
 def keys_in(folders: list[Path]) -> list[Path]:
     """Files that have a key of a session or of the admin."""
-    found = []
+    files = []
     for file in {file for folder in folders for file in folder.rglob("*") if file.is_file()}:
         data = file.read_bytes()
         if b"sk-session-of" in data or ADMIN.encode() in data:
-            found.append(file)
-    return found
+            files.append(file)
+    return files
 
 
 @pytest.mark.slow
@@ -180,8 +180,8 @@ def test_digits_in_order_are_learnt_from_a_programs_rewards(seed, more, tiny_mod
     url = re.search(r"open at (\S+),", run.text("stdout"))[1]
     (tmp_path / "key").write_text(ADMIN)
     arguments = words("--url", url, "--admin_key_file", tmp_path / "key", more)
-    told, _ = start_process("scripts/online_digits.py", *arguments).communicate(timeout=3600)
-    scores = [float(score) for score in re.findall(r"score (\S+)", told)]
+    printed, _ = start_process("scripts/online_digits.py", *arguments).communicate(timeout=3600)
+    scores = [float(score) for score in re.findall(r"score (\S+)", printed)]
     assert run.wait(120) == 0, run.why()
     first, last = scores[0], fmean(scores[-2:])
-    assert (last > 3 * first) if not more else (abs(last - first) < 0.1), told
+    assert (last > 3 * first) if not more else (abs(last - first) < 0.1), printed
