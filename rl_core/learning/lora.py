@@ -193,7 +193,8 @@ class AdapterPolicy(Policy):
         if self.active not in self.of_head:
             return weight_VD
         head, name = cast("LoraLayer", self.hf.get_output_embeddings()), self.active
-        a_RD, b_VR = head.lora_A[name].weight, head.lora_B[name].weight
+        a_RD = head.lora_A[name].get_parameter("weight")
+        b_VR = head.lora_B[name].get_parameter("weight")
         return weight_VD + (head.scaling[name] * (b_VR @ a_RD)).to(weight_VD.dtype)
 
     def set_scaling(self, adapter: str, scaling: float) -> None:

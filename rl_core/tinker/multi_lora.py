@@ -289,7 +289,7 @@ class MultiLora:
         order = sorted(range(len(samples)), key=lambda i: samples[i].token_ids.tobytes())
         samples = [samples[i] for i in order]
         plan = MinibatchPlan(groups={"": 0}, num_used=sum(len(s.token_ids) for s in samples))
-        fill_bins(plan, [make_units(samples, plan, 0, learner.budget)], learner.budget)
+        fill_bins(plan, [[*make_units(samples, plan, 0, learner.budget)]], learner.budget)
         batches, members = [], []
         for units in plan.bins[self.ranks.dp_rank :: learner.budget.num_ranks]:
             numbers = []
@@ -370,7 +370,7 @@ class MultiLora:
             for batch, numbers in zip(batches, members, strict=True):
                 adapter = learner.adapter if snapshot else ""
                 values = self.policy(batch, 1.0, adapter)[0].tolist()
-                logprobs_of |= dict.fromkeys(numbers, values)
+                logprobs_of.update((number, values) for number in numbers)
         for of_rank in all_gather_json(logprobs_of, self.ranks):
             logprobs_of |= {int(number): values for number, values in of_rank.items()}
         return np.asarray(logprobs_of[0], np.float32)
@@ -526,7 +526,7 @@ class RequestLosses:
             self.logprobs |= {int(number): values for number, values in of_rank.items()}
         logprobs = [np.asarray(self.logprobs[i], np.float32) for i in range(len(self.sequences))]
         share = ranks.size // ranks.mesh.dp if ranks.size > 1 else 1
-        sums = {"loss:sum": Sum(self.loss / share)}
+        sums: Metrics = {"loss:sum": Sum(self.loss / share)}
         if BOUNDS[0] in self.sequences[0].columns:
             sums["clipped_tokens:sum"] = Sum(self.num_clipped / share)
         metrics = reduce_metrics(sums, ranks)

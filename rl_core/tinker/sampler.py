@@ -153,10 +153,9 @@ class SnapshotSampler:
         adapter: str,
     ) -> list[Completion]:
         """A completion for each seed."""
-        more = {"images": images} if images else {}
 
         def start(seed: int):
-            work = self.engine.generate(ids, params, seed=seed, adapter=adapter, **more)
+            work = self.engine.generate(ids, params, seed=seed, adapter=adapter, images=images)
             return self.in_thread(work)
 
         tasks = [asyncio.ensure_future(self.gate.run(tenant, lambda s=s: start(s))) for s in seeds]
