@@ -304,7 +304,8 @@ class EmbeddedEngine(Engine):
 
     async def load_adapter(self, weights: Iterable[tuple[str, Tensor]], *, adapter: str) -> None:
         """Replaces an adapter that no request uses, while requests with others run."""
-        used = {request.adapter for request in (*self._waiting, *self._active)}
+        requests = (*self._waiting, *self._active)
+        used = {request.adapter for request in requests if not request.future.done()}
         assert self._adapters is not None and adapter not in used, adapter
         self._adapters.load(adapter, weights)
         self.adapter_versions[adapter] = self.adapter_versions.get(adapter, 0) + 1

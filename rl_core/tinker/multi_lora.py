@@ -155,11 +155,7 @@ class MultiLora:
     def create(self, name: str, lora: JSONObject, seed: int) -> None:
         """A new adapter. Raises ValueError for one that this server cannot train."""
         asked, learner = Lora(**lora), self.learners[name]
-        if asked.rank > self.max_rank:
-            raise ValueError(
-                f"rank={asked.rank} is above the server's --max_rank {self.max_rank}; lower it, or "
-                "restart the server with a higher one"
-            )
+        self.check_rank(asked.rank)
         if asked.train_unembed and not self.has_head:
             raise ValueError(
                 "train_unembed=True is not supported for this base model, whose logits are more "
@@ -176,6 +172,13 @@ class MultiLora:
                 elif ".lora_A." in weight_name:
                     local[max(0, asked.rank - (slices[0].start or 0)) :] = 0
         self.adopt(name, asked)
+
+    def check_rank(self, rank: int) -> None:
+        if rank > self.max_rank:
+            raise ValueError(
+                f"rank={rank} is above the server's --max_rank {self.max_rank}; lower it, or "
+                "restart the server with a higher one"
+            )
 
     def adopt(self, name: str, lora: Lora) -> None:
         """Begins anew with the adapter's weights: no gradients, no optimizer state."""
@@ -242,6 +245,8 @@ class MultiLora:
             if not np.isfinite(values).all():
                 raise ValueError(f"{key} has a value that is not finite")
             columns[key] = values
+        if columns["target_tokens"].dtype != np.int64:
+            raise ValueError("target_tokens are float32; give int64")
         self.check_ids(columns["target_tokens"], "target_tokens")
         return Sequence(ids=ids, images=images, columns=columns)
 
@@ -352,6 +357,7 @@ class MultiLora:
         the snapshot's weights."""
         learner = self.learners[SCRATCH]
         if snapshot and snapshot != self.in_scratch:
+            self.in_scratch = ""
             parameters = dict(adapter_parameters(self.policy.hf, learner.adapter))
             with torch.no_grad():
                 for key, full in self.padded(safetensors.load(body)):

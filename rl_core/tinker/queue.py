@@ -25,7 +25,6 @@ from rl_core.types import JSONObject
 
 POLL_S = 25.0  # Clients give up after 45 s.
 MAX_WAITING, MAX_WAITING_BYTES = 1024, 256 << 20  # Requests of a tenant.
-MAX_KNOWN = 4096  # Newest requests of a model whose repeats are known.
 MAX_RESULTS, MAX_RESULT_BYTES = 8192, 256 << 20  # Finished promises of a tenant.
 GAP_S = 600.0  # Longest wait for a request before those that arrived.
 WAIT_S = 3600.0  # Longest wait for the thread.
@@ -45,21 +44,18 @@ class Promise:
     result: Result | None = None
     task: asyncio.Task | None = None  # Of samples, which can be cancelled.
     facts: JSONObject = field(default_factory=dict)  # Further fields of the first answer.
+    known: dict[int, Promise] = field(default_factory=dict)  # By seq_id, of the model or sampler.
+    seq_id: int = 0
 
-    def resolve(self, result: Result) -> None:
-        if not self.done.is_set():
-            self.result = result
-            self.done.set()
 
-    def fail(self, error: BaseException) -> str:
-        """Returns the reason."""
-        is_user = isinstance(error, ValueError)
-        text = one_line(str(error) or type(error).__name__)
-        if not is_user and not isinstance(error, Refused):
-            text = one_line(f"{type(error).__name__}: {error}")
-            traceback.print_exception(error, file=sys.stderr)
-        self.resolve({"error": text, "category": "user" if is_user else "server"})
-        return text
+def failure(error: BaseException) -> JSONObject:
+    """The result of a failed request."""
+    is_user = isinstance(error, ValueError)
+    text = one_line(str(error) or type(error).__name__)
+    if not is_user and not isinstance(error, Refused):
+        text = one_line(f"{type(error).__name__}: {error}")
+        traceback.print_exception(error, file=sys.stderr)
+    return {"error": text, "category": "user" if is_user else "server"}
 
 
 class Promises:
@@ -70,8 +66,19 @@ class Promises:
         self.finished: dict[str, dict[str, int]] = {}  # Tenant -> id -> bytes, oldest first.
         self.num_bytes: Counter[str] = Counter()
 
-    def add(self, tenant: str, request_id: str) -> Promise:
-        promise = self.by_id[request_id] = Promise(request_id=request_id, tenant=tenant)
+    def add(
+        self,
+        tenant: str,
+        request_id: str,
+        known: dict[int, Promise] | None = None,
+        seq_id: int = 0,
+    ) -> Promise:
+        """A promise, also in `known`, where a repeat of its request finds it."""
+        known = {} if known is None else known
+        promise = Promise(request_id=request_id, tenant=tenant, known=known, seq_id=seq_id)
+        # A model of the same id may have been unloaded.
+        self.num_bytes[tenant] -= self.finished.get(tenant, {}).pop(request_id, 0)
+        self.by_id[request_id] = known[seq_id] = promise
         return promise
 
     def find(self, tenant: str, request_id: str) -> Promise:
@@ -81,18 +88,19 @@ class Promises:
             raise HttpError(410, "no such request: its result was dropped, or the server restarted")
         return promise
 
-    def keep(self, promise: Promise) -> None:
-        """Counts a finished promise."""
-        tenant, result = promise.tenant, promise.result
+    def finish(self, promise: Promise, result: Result | BaseException) -> None:
+        promise.result = failure(result) if isinstance(result, BaseException) else result
+        promise.done.set()
+        tenant, request_id = promise.tenant, promise.request_id
         kept = self.finished.setdefault(tenant, {})
-        kept[promise.request_id] = len(result) if isinstance(result, bytes) else 200
-        self.num_bytes[tenant] += kept[promise.request_id]
+        num_bytes = len(promise.result) if isinstance(promise.result, bytes) else 200
+        kept[request_id] = num_bytes + len(str(promise.facts))
+        self.num_bytes[tenant] += kept[request_id]
         while len(kept) > MAX_RESULTS or self.num_bytes[tenant] > MAX_RESULT_BYTES:
             oldest = next(iter(kept))
             self.num_bytes[tenant] -= kept.pop(oldest)
-            dropped = self.by_id.pop(oldest, None)
-            if dropped is not None:
-                dropped.result = None
+            dropped = self.by_id.pop(oldest)
+            dropped.known.pop(dropped.seq_id, None)
 
     async def wait(self, promise: Promise) -> Result:
         """The result, or the answer to ask again."""
@@ -173,10 +181,8 @@ class Turns:
         is_full = is_full or self.waiting_bytes[tenant] + size > MAX_WAITING_BYTES
         if is_full and seq_id != lane.next_id:
             raise HttpError(429, f"{self.waiting[tenant]} requests wait; send fewer at once")
-        promise = lane.known[seq_id] = self.promises.add(tenant, request_id)
+        promise = self.promises.add(tenant, request_id, lane.known, seq_id)
         lane.jobs[seq_id] = QueuedJob(promise=promise, run=run, kind=kind, size=size)
-        if len(lane.known) > MAX_KNOWN:
-            del lane.known[next(iter(lane.known))]
         if lane not in self.lanes:
             self.lanes.append(lane)
         self.waiting[tenant] += 1
@@ -237,11 +243,7 @@ class Turns:
     def finish(self, lane: Lane, job: QueuedJob, result: Result | BaseException) -> None:
         self.waiting[lane.tenant] -= 1
         self.waiting_bytes[lane.tenant] -= job.size
-        if isinstance(result, BaseException):
-            job.promise.fail(result)
-        else:
-            job.promise.resolve(result)
-        self.promises.keep(job.promise)
+        self.promises.finish(job.promise, result)
 
 
 class FairGate:
@@ -250,9 +252,6 @@ class FairGate:
     def __init__(self, capacity: int):
         self.free = capacity
         self.waiting: dict[str, list[asyncio.Future]] = {}  # Tenants in the order of their turns.
-
-    def num_waiting(self, tenant: str) -> int:
-        return len(self.waiting.get(tenant, ()))
 
     async def run(self, tenant: str, start: Callable[[], Awaitable]):
         """The result of start(), once it is this entry's turn."""

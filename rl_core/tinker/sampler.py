@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from uuid import uuid4
 
 from torch import Tensor
 
@@ -21,8 +21,6 @@ from rl_core.tinker.queue import FairGate, Refused
 from rl_core.tinker.wire import Lora, Sampling
 from rl_core.types import Completion, InputImage, SamplingParams
 
-T = TypeVar("T")
-
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Snapshot:
@@ -31,6 +29,7 @@ class Snapshot:
     weights: dict[str, Tensor]  # MultiLora.weights()
     lora: Lora
     slot: str  # Name of the engine's adapter.
+    key: str = field(default_factory=lambda: uuid4().hex)  # Differs after a second load.
     num_users: int = 0  # Requests that sample with it.
 
 
@@ -83,7 +82,9 @@ class SnapshotSampler:
             await self.in_thread(self.engine.load_adapter(self.lora.padded({}), adapter=slot))
 
     async def add(self, name: str, tenant: str, weights: dict[str, Tensor], lora: Lora) -> None:
-        """Makes a snapshot. Raises Refused if all others are in use."""
+        """Makes a snapshot. Raises ValueError for weights that are not finite, and Refused if all
+        others are in use."""
+        scaled = await asyncio.to_thread(self.scaled, weights, lora)
         self.snapshots.pop(name, None)
         used = {snapshot.slot for snapshot in self.snapshots.values()}
         free = [slot for slot in self.slots if slot not in used]
@@ -92,13 +93,21 @@ class SnapshotSampler:
         self.snapshots[name] = snapshot
         snapshot.num_users += 1
         try:
-            scaled = self.lora.padded(weights, scaling_of(lora, self.lora.alpha))
-            await self.in_thread(self.engine.load_adapter(list(scaled), adapter=slot))
+            await self.in_thread(self.engine.load_adapter(scaled, adapter=slot))
         except BaseException:
             self.snapshots.pop(name, None)
             raise
         finally:
             snapshot.num_users -= 1
+
+    def scaled(self, weights: dict[str, Tensor], lora: Lora) -> list[tuple[str, Tensor]]:
+        """The engine's weights of an adapter. Raises ValueError if one is not finite: samples with
+        other adapters in the same batch would be NaN."""
+        scaled = list(self.lora.padded(weights, scaling_of(lora, self.lora.alpha)))
+        dtype = self.lora.policy.compute_dtype
+        if not all(bool(value.to(dtype).isfinite().all()) for _, value in scaled):
+            raise ValueError("the adapter's weights are not finite; lower learning_rate")
+        return scaled
 
     def evict(self) -> Snapshot:
         of_tenant = Counter(snapshot.tenant for snapshot in self.snapshots.values())

@@ -185,7 +185,7 @@ class TinkerServer:
         tenant = request[TENANT]
         self.tenants.unload(self.tenants.find_model(tenant, asked.model_id))
         promise = self.tenants.promises.add(tenant, f"{asked.model_id}:unload")
-        promise.resolve({"type": "unload_model", "model_id": asked.model_id})
+        self.tenants.promises.finish(promise, {"type": "unload_model", "model_id": asked.model_id})
         return answer(promise)
 
     async def weights_info(self, request: web.Request) -> web.StreamResponse:

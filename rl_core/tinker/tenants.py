@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,7 +119,7 @@ class Tenants:
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.logprob_lanes: dict[str, Lane] = {}  # By tenant.
-        self.num_sampling: dict[str, int] = {}  # Tenant -> sequences.
+        self.num_sampling: Counter[str] = Counter()  # Tenant -> sequences.
 
     def call(self, method: str, *arguments, **named) -> Any:
         return self.lora.call(method, *arguments, **named)
@@ -204,14 +205,14 @@ class Tenants:
                 model = self.add_model(session, number, lora)
             except Refused as error:
                 promise = self.promises.add(tenant, f"{session.id}:train:{number}:refused")
-                promise.fail(error)
+                self.promises.finish(promise, error)
                 return promise
 
         def run() -> Result:
             try:
                 return begin(model)
             except Exception:
-                self.models.pop(model.id, None)
+                self.models.pop(model.id, None)  # Requests behind this one fail: see submit().
                 raise
 
         return self.turns.submit(model.lane, 0, f"{model.id}:0", run)
@@ -256,10 +257,15 @@ class Tenants:
         model = self.find_model(tenant, asked.model_id)
         if asked.seq_id < 1:
             raise HttpError(400, "seq_id begins at 1")
+
+        def run_if_loaded() -> Result:
+            # The learner of a model that could not be made may be another tenant's.
+            if self.models.get(model.id) is not model:
+                raise Refused("the model was unloaded, or could not be made")
+            return run(model)
+
         request_id = f"{model.id}:{asked.seq_id}"
-        return self.turns.submit(
-            model.lane, asked.seq_id, request_id, lambda: run(model), **options
-        )
+        return self.turns.submit(model.lane, asked.seq_id, request_id, run_if_loaded, **options)
 
     def forward_backward(self, tenant: str, asked: ForwardBackward, body: bytes) -> Promise:
         kind = "" if asked.forward_only else "backward"
@@ -329,7 +335,7 @@ class Tenants:
         def begin(model: Model) -> Result:
             self.check_base(asked.base_model)
             check_optimizer(asked.optimizer_config or OptimizerChoice())
-            folder = folder_of(self.out, tenant, asked.path)
+            folder, _ = self.saved_facts(tenant, asked.path)
             if folder.parent.name != "weights":
                 raise ValueError(f"{asked.path} is for sampling; load the result of save_state()")
             self.call("load", name=model.learner, folder=str(folder), has_optimizer=asked.optimizer)
@@ -348,6 +354,7 @@ class Tenants:
         folder = folder_of(self.out, tenant, path)
         facts = read_facts(folder, replace(self.lora.ranks, size=1))
         self.check_base(facts["base_model"])
+        self.lora.check_rank(facts["lora"]["rank"])
         return folder, facts
 
     # Samples
@@ -394,37 +401,30 @@ class Tenants:
         entry = self.find_sampler(tenant, asked.sampling_session_id)
         if asked.seq_id in entry.known:
             return entry.known[asked.seq_id]
-        num = self.num_sampling.get(tenant, 0) + asked.num_samples
+        num = self.num_sampling[tenant] + asked.num_samples
         if num > MAX_SAMPLES:
             raise HttpError(429, f"{num} sequences wait; ask for fewer at once")
         request_id = f"{entry.id}:{asked.seq_id}"
-        promise = entry.known[asked.seq_id] = self.promises.add(tenant, request_id)
+        promise = self.promises.add(tenant, request_id, entry.known, asked.seq_id)
         names = [f"{request_id}:{number}" for number in range(asked.num_samples)]
         promise.facts = {"sample_sequence_ids": names}
         self.num_sampling[tenant] = num
-        promise.task = asyncio.ensure_future(self.fulfil(tenant, entry, asked, promise))
+        promise.task = asyncio.ensure_future(self.sampled(tenant, entry, asked))
+        promise.task.add_done_callback(lambda _: self.end_sample(promise, asked.num_samples))
         return promise
 
-    async def fulfil(
-        self, tenant: str, entry: SamplerEntry, asked: Sample, promise: Promise
-    ) -> None:
-        try:
-            promise.resolve(await self.sampled(tenant, entry, asked))
-        except asyncio.CancelledError:
-            promise.fail(Refused("the request was cancelled"))
-        except Exception as error:  # The client's request fails, and the server continues.
-            promise.fail(error)
-        finally:
-            self.num_sampling[tenant] -= asked.num_samples
-            promise.task = None
-            self.promises.keep(promise)
-            if len(entry.known) > 4096:
-                oldest = next(iter(entry.known))
-                if entry.known[oldest].done.is_set():
-                    del entry.known[oldest]
+    def end_sample(self, promise: Promise, num_samples: int) -> None:
+        task, promise.task = promise.task, None
+        assert task is not None
+        self.num_sampling[promise.tenant] -= num_samples
+        if task.cancelled():
+            result: Result | BaseException = Refused("the request was cancelled")
+        else:
+            result = task.exception() or task.result()
+        self.promises.finish(promise, result)
 
     async def sampled(self, tenant: str, entry: SamplerEntry, asked: Sample) -> bytes:
-        ids, images = await asyncio.to_thread(self.lora.token_ids, asked.prompt.read())
+        ids, images = await asyncio.to_thread(lambda: self.lora.token_ids(asked.prompt.read()))
         params = self.sampler.params(asked.sampling_params, len(ids))
         seed = asked.sampling_params.seed
         start = f"{entry.id}/{asked.seq_id}" if seed is None else str(seed)
@@ -460,8 +460,9 @@ class Tenants:
         def run() -> Result:
             arguments: JSONObject = {"ids": ids.tolist(), "snapshot": ""}
             if snapshot is not None:
-                body = safetensors.save(snapshot.weights)
-                arguments |= {"snapshot": snapshot.name, "body": body, **snapshot.lora.model_dump()}
+                arguments |= {"snapshot": snapshot.key, **snapshot.lora.model_dump()}
+                if snapshot.key != self.lora.in_scratch:
+                    arguments["body"] = safetensors.save(snapshot.weights)
             results.append(self.call("logprobs", **arguments))
             return b""
 

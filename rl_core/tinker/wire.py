@@ -139,7 +139,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
             name, content = entry(value)
             for kind, setting in fields_of(content):
                 if kind == 1:
-                    request.config[name] = struct.unpack("<d", as_bytes(setting))[0]
+                    [request.config[name]] = array(setting, np.dtype("<f8")).tolist()
                 else:
                     request.config[name] = as_text(setting)
     return request
@@ -329,7 +329,7 @@ class SamplingSession(OfSession):
 
 class InputChunk(ClientRequest):
     type: Literal["encoded_text", "image"] = "encoded_text"
-    tokens: list[int] = []
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = []
     data: str = ""
     format: str = ""
 

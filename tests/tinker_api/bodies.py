@@ -8,11 +8,12 @@ from rl_core.tinker.wire import message
 
 
 def datum(ids, **inputs) -> bytes:
-    """Token ids and the inputs of the loss; lists of whole numbers are int64."""
+    """Token ids and the inputs of the loss; whole numbers of target_tokens are int64."""
     text = message([(1, message([(1, np.asarray(ids, "<i4").tobytes())]))])
     fields = [(1, text)]
     for name, values in inputs.items():
-        dtype, kind = ("<i8", 2) if name == "target_tokens" else ("<f4", 1)
+        is_int = name == "target_tokens" and not any(isinstance(v, float) for v in values)
+        dtype, kind = ("<i8", 2) if is_int else ("<f4", 1)
         tensor = message([(1, np.asarray(values, dtype).tobytes()), (3, kind)])
         fields.append((2, message([(1, name), (2, tensor)])))
     return message(fields)

@@ -295,6 +295,7 @@ REFUSED = {
     "not finite": ({}, [row([8, 9], [float("inf")])], "weights has a value that is not finite"),
     "vocabulary": ({}, [row([8, 104])], "outside of the vocabulary of 104"),
     "negative": ({}, [row([-1, 9])], "outside of the vocabulary"),
+    "float": ({}, [datum([8], target_tokens=[9.0])], "target_tokens are float32; give int64"),
     "empty": ({}, [row([8])], "0 tokens"),
     "long": ({}, [row([8] * 300)], "299 tokens; the server reads 1 to 256"),
     "input": ({}, [row([8, 9], advantages=[1.0])], "does not read advantages"),

@@ -115,17 +115,18 @@ async def test_a_request_that_never_comes_does_not_hold_the_others_forever(monke
 async def test_a_promise_is_its_tenants_alone_and_old_results_are_dropped(monkeypatch):
     monkeypatch.setattr(queue, "MAX_RESULTS", 1)
     promises = Promises()
-    first, second = promises.add("a", "m:1"), promises.add("a", "m:2")
+    known: dict[int, queue.Promise] = {}
+    first, second = (promises.add("a", f"m:{seq}", known, seq) for seq in (1, 2))
     for tenant, request_id in (("b", "m:1"), ("a", "m:3")):
         with pytest.raises(HttpError) as error:
             promises.find(tenant, request_id)
         assert error.value.status == 410
     for promise in (first, second):
-        promise.resolve(b"x")
-        promises.keep(promise)
+        promises.finish(promise, b"x")
     with pytest.raises(HttpError):
         promises.find("a", "m:1")
     assert await promises.wait(promises.find("a", "m:2")) == b"x"
+    assert known == {2: second}
 
 
 async def test_a_poll_of_a_running_request_is_told_to_ask_again(monkeypatch):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -254,8 +255,27 @@ async def test_a_failed_request_is_its_clients_alone(serving):
         assert "all 2 models of this server are in use" in (await third.begin())["error"]
         await bob.post("unload_model", {"model_id": bob.model_id})
         assert (await third.begin())["model_id"]
+        steep = {"adam_params": ADAM | {"learning_rate": 1e38}}
+        await alice.backward([8, 9])
+        await alice.step("optim_step", **steep)
+        error = (await alice.sampler(sampling_session_seq_id=0))["error"]
+        assert "weights are not finite" in error
         dimuon = {"optimizer_params": {"type": "dimuon"}}
         assert "dimuon is not supported" in (await alice.step("optim_step", **dimuon))["error"]
+
+
+async def test_requests_of_a_model_that_could_not_be_made_touch_no_learner(serving):
+    async with serving() as (alice, _, tenants):
+        held = threading.Event()
+        tenants.turns.thread.submit(held.wait)
+        session = (await alice.post("create_session", {}))["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": alice.model}
+        await alice.post("create_model", asked | {"lora_config": {"rank": 1000}})
+        body = {"model_id": f"{session}:train:0", "seq_id": 1, "path": "stolen"}
+        promise = await alice.post("save_weights", body)
+        held.set()
+        result = await alice.post("retrieve_future", {"request_id": promise["request_id"]})
+        assert "could not be made" in result["error"]
 
 
 async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
