@@ -313,6 +313,23 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
     )
 
 
+@pytest.mark.slow
+def test_a_run_with_split_experts_learns_as_one_rank_does(family, tmp_path):
+    (tmp_path / "env.py").write_text(ENV)
+    flags = ["--model", family("qwen3_moe"), "--env_path", tmp_path / "env.py", COEF, "0.01"]
+    sizes = (
+        "--max_prompt_tokens 24 --max_tokens 12 --tasks_per_step 4 --group_size 4 --num_steps 10"
+    )
+    replay, learned = "--optim.lr 1e-3 --actors.policy.router_replay true", {}
+    for ranks, ep in ((1, ""), (2, "--ep auto")):
+        out = kit.run(tmp_path / f"of_{ranks}", *flags, sizes, replay, ep, ranks=ranks)
+        rows = [row for row in kit.steps(out) if "learn/policy/grad_norm" in row]
+        # The engine samples with the newest experts.
+        assert max(row["learn/policy/mismatch_kl_nats_max"] for row in rows) < 1e-6
+        learned[ranks] = kit.weights(out)
+    assert_same(learned[2], learned[1])
+
+
 @pytest.mark.parametrize(
     "model, flags, why",
     [

@@ -150,6 +150,11 @@ CASES = {
     "deepseek_v3": ("deepseek_v3", f"{SGD} --algorithm ppo {EPOCHS}", {14: EP_MESHES}),
     "gpt_oss": ("gpt_oss", f"{SGD} --algo.kl_coef 0.1 {EPOCHS}", {14: ["ep 4", *EP_MESHES]}),
     "qwen3_5_moe": ("qwen3_5_moe_text", ADAMW, {14: EP_MESHES[1:]}),
+    "adapters": (
+        "qwen3_moe",
+        f"{ADAMW} --actors.policy.lora.rank 2",
+        {14: EP_MESHES},
+    ),
 }
 SAVED = [
     ("adamw", 14, "hsdp 2 x tp 2"),
