@@ -124,8 +124,6 @@ def files_of_steps(run: Path, steps: str, is_eval: bool) -> dict[int, list[Path]
 
 def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed:
     """`scratch`: a folder for files of boxes."""
-    import yaml
-
     from rl_core.config.rank_groups import without_ranks
     from rl_core.data.env_names import env_path
     from rl_core.environments.env_file import execute_file
@@ -152,7 +150,7 @@ def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed
         if not equals or key not in vars(module):
             hint = nearest(key, filter(str.isupper, vars(module)))
             raise ValueError(f"--set {key}: {path} has no such constant; {hint}")
-        setattr(module, key, yaml.safe_load(value))
+        setattr(module, key, constant(path, key, vars(module)[key], value))
     sections = {name if key == old_name else key: env for key, env in config.envs.items()}
     config = replace(config, env_path=",".join(paths.values()), envs=sections)
     config, envs = load_envs(config, {name: module})
@@ -164,6 +162,22 @@ def load(options: argparse.Namespace, flags: list[str], scratch: str) -> Changed
     return Changed(
         config=config, envs=envs, name=name, old_name=old_name, agent_rewards=agent_rewards
     )
+
+
+def constant(path: str, name: str, old: object, text: str) -> object:
+    """The value of --set, which has the type of the file's constant."""
+    import yaml
+
+    value = yaml.safe_load(text)
+    if isinstance(old, str):
+        return value if isinstance(value, str) else text
+    is_number = type(old) in (int, float) and type(value) in (int, float)
+    if old is not None and type(old) is not type(value) and not is_number:
+        raise ValueError(
+            f"--set {name}={text}: {name} of {path} is {old!r}; give a value of type "
+            f"{type(old).__name__}"
+        )
+    return value
 
 
 @asynccontextmanager

@@ -213,10 +213,12 @@ def test_a_run_of_any_kind_that_is_killed_anywhere_goes_on(number, start, whole_
 
 LONG = "--optim.lr 1e-2 --num_steps 100000"
 TAUGHT, FROZEN = "--actors.alice.ranks 1", "--actors.alice.ranks 1 --actors.alice.train false"
+IN_EVAL = f"{RL} --rollout_ranks 1 --eval_every 1 --eval.samples 40"
 # A rank that plays no episodes -> flags, number of ranks, its rank, the phase in which it gets the signal.
 APART = {
     "serves engines": (f"{ASYNC} --max_staleness 1 --rollout_ranks 1", 2, 1, "generate"),
     "serves engines, and is not the first": (f"{TALK} --rollout_ranks 2", 3, 2, "generate"),
+    "serves engines, in an evaluation": (IN_EVAL, 2, 1, "generate"),
     "of an actor, samples": (f"{TWO} {TAUGHT}", 2, 1, "generate"),
     "of an actor, learns": (f"{TWO} {TAUGHT}", 2, 1, "learn"),
     "of an actor, learns and is not the first": (f"{TWO} --actors.alice.ranks 1-2", 3, 2, "learn"),
@@ -229,8 +231,10 @@ SIGNALS = {"of a frozen actor": signal.SIGINT, "of an actor, learns": signal.SIG
 def test_a_signal_at_a_rank_that_plays_nothing_ends_all_ranks(kind, places, tmp_path):
     flags, num_ranks, rank, phase = APART[kind]
     number, out = SIGNALS.get(kind, signal.SIGTERM), tmp_path / "run"
+    # An evaluation takes 250 calls, a step 12: this one is in the second evaluation.
+    call = 380 if flags == IN_EVAL else 2
     arguments = words(LONG, flags.format(**places), "--resume --out", out)
-    hit = [tmp_path / "ended", rank, phase, 2, int(number)]
+    hit = [tmp_path / "ended", rank, phase, call, int(number)]
     ranks = RanksProcess(num_ranks, __file__, *hit, *arguments)
     ranks.wait(60)
     codes = [Path(f"{hit[0]}.code.{each}").read_text() for each in range(num_ranks)]
@@ -238,6 +242,8 @@ def test_a_signal_at_a_rank_that_plays_nothing_ends_all_ranks(kind, places, tmp_
     last = metrics(out)[-1]["step"]
     assert (out / f"checkpoints/step_{last:06d}/manifest.json").is_file()
     assert f"ended by {number.name}" in ranks.text("stdout")
+    interrupted = "eval at step 1 interrupted; --resume repeats it" in ranks.text("stdout")
+    assert interrupted == (flags == IN_EVAL)
     resumed = run_ranks(num_ranks, "-m", "rl_core.train", *arguments, "--num_steps", last + 1)
     assert f"continues from step {last}" in resumed.stdout
 

@@ -230,7 +230,7 @@ def test_groups_that_gain_or_lose_signal_and_signs_are_counted(tmp_path, capsys)
 
 def test_steps_are_those_between_both_ends(tmp_path, capsys):
     file = tmp_path / "cases.py"
-    file.write_text(LETTERS)
+    file.write_text(f"WEIGHT = 0.5\n{LETTERS}")
     out, played = stored(tmp_path / "run", file, [{"prompt": "0 and 0"}], ["a", "b"])
     for step in (2, 3):
         write_trajectories(out / f"rollouts/step_00000{step}.jsonl.zst", played)
@@ -244,6 +244,9 @@ def test_steps_are_those_between_both_ends(tmp_path, capsys):
     for flags, says in {
         "--step 5:7": " --step 5:7: no episodes",
         "--eval": "run: no episodes",
+        "--set WEIGHT=abc": "WEIGHT=abc: WEIGHT of ",
+        "--set WEIGHT=true": "cases.py is 0.5; give a value of type float",
+        "--out x.jsonl": "--out x.jsonl: the rewards are compressed; name a file *.jsonl.zst",
     }.items():
         assert main(words("rescore", out, "--env_path", file, flags)) == 1
         assert says in capsys.readouterr().err

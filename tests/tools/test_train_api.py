@@ -185,24 +185,34 @@ def test_two_ranks_from_python_are_those_of_the_command(config_of, tiny_model, t
         train(config, env=file, nproc=2)
 
 
-def test_an_interrupt_saves_when_the_step_is_done(config_of, tmp_path, capsys):
+@pytest.mark.parametrize("is_in_evaluation", [False, True])
+def test_an_interrupt_saves_when_the_step_is_done(is_in_evaluation, config_of, tmp_path, capsys):
+    steps_done = []
+
+    def scored(completion, prompt):
+        if "held out" in str(prompt) and steps_done and "interrupted" not in steps_done:
+            interrupt(1)
+            steps_done.append("interrupted")
+        return len(completion)
+
+    def on_step(step, result):
+        steps_done.append(step)
+        if not is_in_evaluation:
+            interrupt(step)
+
+    held_out = [{"prompt": "held out"}] * 400 if is_in_evaluation else None
+    config = config_of("run", num_steps=1000, eval_every=2 * is_in_evaluation)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            train(
-                config_of("run", num_steps=1000),
-                env=len_of,
-                data=ROWS,
-                on_step=lambda step, result: interrupt(step),
-            )
+            train(config, env=scored, data=ROWS, eval_data=held_out, on_step=on_step)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (
-        list((tmp_path / "run/checkpoints").glob("step_*/manifest.json"))
-        and len(metrics(tmp_path / "run")) < 1000
-    )
+    [*_, state] = sorted((tmp_path / "run/checkpoints").glob("step_*/state.json"))
+    assert json.loads(state.read_text())["to_evaluate"] is is_in_evaluation
     output = capsys.readouterr().out
-    assert re.search(r"^interrupted: step \d+ of 1000 in ", output, re.MULTILINE)
+    assert re.search(r"^ended by SIGINT: step \d+ of 1000 in ", output, re.MULTILINE)
+    assert ("eval at step 2 interrupted; --resume repeats it" in output) == is_in_evaluation
     assert "  resume: train() again, with Config(resume=True)\n" in output
 
 

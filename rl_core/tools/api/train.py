@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +33,7 @@ from rl_core.tools.api.environment import (
 from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
+    from rl_core.distributed import Ranks
     from rl_core.plugin import CustomComponents, RunState
     from rl_core.sampling.engine import Engine
 
@@ -153,7 +154,7 @@ def train(
         return read_result(config)
     from rl_core.tools.api.custom_components import custom_components
 
-    stop = threading.Event()
+    stop = Interrupt()
     custom = custom_components(config, loss, optimizer, engine, plugins)
     # Errors of on_step are raised as they are.
     custom = replace(custom, plugins=(*custom.plugins, step_callback(on_step, stop)))
@@ -164,7 +165,7 @@ def train(
             with errors_of_rows(environments):
                 running.result()
         except KeyboardInterrupt:
-            stop.set()
+            stop.send()
             print("interrupted: saves when this step is done", flush=True)
             running.result()
             raise
@@ -185,12 +186,33 @@ def data_section(config: Config) -> DataConfig:
     return data if isinstance(data, DataConfig) else DataConfig(**data)
 
 
-def step_callback(on_step: OnStep | None, stop: threading.Event) -> type[Plugin]:
+class Interrupt:
+    """Ctrl-C in the caller's thread, which a run in another thread reads as its own signal."""
+
+    def __init__(self) -> None:
+        self.is_sent = False
+        self.ranks: Ranks | None = None  # Of the run, once it has begun.
+
+    def begin(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        if self.is_sent:
+            self.send()
+
+    def send(self) -> None:
+        from rl_core.distributed import SIGNAL_RECEIVED
+
+        self.is_sent = True
+        if self.ranks is not None:
+            self.ranks.set_number(SIGNAL_RECEIVED, signal.SIGINT)
+
+
+def step_callback(on_step: OnStep | None, stop: Interrupt) -> type[Plugin]:
     """A plugin that calls a function of the script after each step, which may end the run."""
 
     class StepCallback(Plugin):
         def __init__(self, trainer: RunState):
             super().__init__(trainer)
+            stop.begin(trainer.ranks)
             self.evaluated: dict[str, float] = {}  # since the last call
 
         async def before_step(self, step: int) -> None:
@@ -202,8 +224,6 @@ def step_callback(on_step: OnStep | None, stop: threading.Event) -> type[Plugin]
         async def after_step(self, step: int, metrics: dict[str, float]) -> None:
             if on_step is not None and on_step(step, metrics | self.evaluated) is False:
                 self.trainer.end("ended by on_step")
-            if stop.is_set():
-                self.trainer.end("interrupted", is_interrupted=True)
 
     return StepCallback
 
