@@ -57,7 +57,7 @@ from rl_core.tinker.wire import (
     read_datum,
     read_forward_backward,
 )
-from rl_core.types import InputImage, JSONObject, PackedBatch, TrainingSample
+from rl_core.types import InputImage, JSONObject, PackedBatch, RunError, TrainingSample
 
 if TYPE_CHECKING:
     from rl_core.data.image_families import ImageFamily
@@ -134,7 +134,15 @@ class MultiLora:
         if self.ranks.size > 1:
             send(json.dumps([method, arguments]).encode(), self.ranks)
             send(body, self.ranks)
-        return getattr(self, method)(**arguments, **({"body": body} if body else {}))
+        try:
+            return getattr(self, method)(**arguments, **({"body": body} if body else {}))
+        except ValueError:  # Other ranks raise the same.
+            raise
+        except Exception as error:
+            if self.ranks.size == 1:
+                raise
+            text = f"{method}: {type(error).__name__}: {error}; other ranks may wait for rank 0"
+            raise RunError(f"{text}: restart the server") from error
 
     def follow(self) -> None:
         """Does what rank 0 does, until rank 0 ends."""
@@ -143,7 +151,7 @@ class MultiLora:
             body = send(b"", self.ranks)
             if method == "end":
                 return
-            with suppress(ValueError, OSError):  # Rank 0 has the same, and answers with it.
+            with suppress(ValueError):  # Rank 0 raises the same, and answers with it.
                 getattr(self, method)(**arguments, **({"body": body} if body else {}))
 
     def keep_alive(self) -> None:
@@ -402,9 +410,12 @@ class MultiLora:
                 safetensors.save_file(weights, file, metadata={"format": "pt"})
         if has_state:
             state = {FACTS: facts}
-            save_checkpoint(
-                target, {name: learner}, state, self.ranks, keep=0, files=[with_adapter]
-            )
+            try:
+                save_checkpoint(
+                    target, {name: learner}, state, self.ranks, keep=0, files=[with_adapter]
+                )
+            except RunError:  # On all ranks.
+                raise ValueError("weights are not finite and are not saved") from None
         elif self.ranks.rank == 0:
             with replaced(target) as scratch:
                 with_adapter.rename(scratch / ADAPTER)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from rl_core.http_guard import HttpError, one_line
-from rl_core.types import JSONObject
+from rl_core.types import JSONObject, RunError
 
 POLL_S = 25.0  # Clients give up after 45 s.
 MAX_WAITING, MAX_WAITING_BYTES = 1024, 256 << 20  # Requests of a tenant.
@@ -167,8 +167,9 @@ class Turns:
         kind: str = "",
         size: int = 0,
     ) -> Promise:
-        """The promise of a request; without seq_id it comes after those that arrived. Raises
-        HttpError 429 if the tenant has too many requests."""
+        """The promise of a request; without seq_id it comes after those that arrived, however
+        many they are. Raises HttpError 429 if the tenant has too many requests."""
+        is_bounded = seq_id is not None
         if seq_id is None:
             seq_id = max(lane.jobs, default=lane.next_id - 1) + 1
         elif seq_id in lane.known:
@@ -179,7 +180,7 @@ class Turns:
         # The next in line is taken in any case: the others wait for it.
         is_full = self.waiting[tenant] >= MAX_WAITING
         is_full = is_full or self.waiting_bytes[tenant] + size > MAX_WAITING_BYTES
-        if is_full and seq_id != lane.next_id:
+        if is_bounded and is_full and seq_id != lane.next_id:
             raise HttpError(429, f"{self.waiting[tenant]} requests wait; send fewer at once")
         promise = self.promises.add(tenant, request_id, lane.known, seq_id)
         lane.jobs[seq_id] = QueuedJob(promise=promise, run=run, kind=kind, size=size)
@@ -207,7 +208,7 @@ class Turns:
         return min(ready, key=lambda lane: (self.served[lane.tenant], lane.served), default=None)
 
     async def work(self) -> None:
-        """Runs until it is cancelled."""
+        """Runs until it is cancelled. Raises RunError if ranks cannot continue together."""
         while True:
             lane = self.next_lane()
             if lane is None:
@@ -233,6 +234,8 @@ class Turns:
         else:
             try:
                 result = await loop.run_in_executor(self.thread, job.run)
+            except RunError:
+                raise
             except Exception as error:  # The client's request fails, and the server continues.
                 result = error
         if isinstance(result, BaseException) and job.kind:

@@ -242,13 +242,14 @@ def answer(promise: Promise) -> web.Response:
 async def serve(
     tenants: Tenants, lora: MultiLora, keys: dict[str, str], host: str, port: int
 ) -> None:
-    """Serves until SIGINT or SIGTERM. Raises OSError."""
+    """Serves until SIGINT or SIGTERM. Raises OSError, and RunError if ranks cannot continue."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     server = TinkerServer(tenants, keys)
     await tenants.sampler.start()
     working = asyncio.create_task(tenants.turns.work())
+    working.add_done_callback(lambda _: stopped.set())
     port = await server.http.listen(host, port)
     print(f"TINKER_BASE_URL=http://{host}:{port}", flush=True)
     for name, key in keys.items():
@@ -261,7 +262,10 @@ async def serve(
             await asyncio.wrap_future(run)
     working.cancel()
     await server.http.close()
+    # In a thread: a request that makes a snapshot waits for this event loop.
+    await asyncio.to_thread(tenants.turns.thread.shutdown)
     await asyncio.to_thread(tenants.sampler.close)
-    tenants.turns.thread.shutdown()
+    with suppress(asyncio.CancelledError):
+        await working
     if lora.ranks.size > 1:
         lora.call("end")

@@ -10,6 +10,7 @@ import pytest
 from rl_core.http_guard import HttpError
 from rl_core.tinker import queue
 from rl_core.tinker.queue import FairGate, Lane, Promises, Turns
+from rl_core.types import RunError
 
 
 @asynccontextmanager
@@ -73,6 +74,17 @@ async def test_errors_of_the_server_name_their_type(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+async def test_ranks_that_cannot_continue_together_end_the_server():
+    def fail():
+        raise RunError("other ranks wait")
+
+    turns = Turns(Promises(), lambda lane: None)
+    turns.submit(Lane(tenant="a"), 1, "m:1", fail, kind="backward")
+    with pytest.raises(RunError, match="other ranks wait"):
+        await asyncio.wait_for(turns.work(), 20)
+    turns.thread.shutdown()
+
+
 async def test_tenants_take_turns():
     done: list[str] = []
     async with turns_of() as (turns, _):
@@ -96,6 +108,7 @@ async def test_a_tenant_with_too_many_requests_waits_but_the_next_in_line_is_tak
         turns.submit(lane, 4, "m:4", dict)
     assert error.value.status == 429
     turns.submit(lane, 1, "m:1", dict)
+    turns.submit(Lane(tenant="a"), None, "logprobs:1", dict)
     turns.submit(Lane(tenant="b"), 2, "n:2", dict)
     turns.thread.shutdown()
 

@@ -260,6 +260,7 @@ async def test_a_failed_request_is_its_clients_alone(serving):
         await alice.step("optim_step", **steep)
         error = (await alice.sampler(sampling_session_seq_id=0))["error"]
         assert "weights are not finite" in error
+        assert "are not finite" in (await alice.step("save_weights", path="x"))["error"]
         dimuon = {"optimizer_params": {"type": "dimuon"}}
         assert "dimuon is not supported" in (await alice.step("optim_step", **dimuon))["error"]
 
