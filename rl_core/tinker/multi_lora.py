@@ -94,6 +94,14 @@ class Sequence:
     columns: dict[str, np.ndarray]  # [n] each
 
 
+@dataclass(kw_only=True, slots=True)
+class Members:
+    """The sequences of a batch."""
+
+    numbers: list[int]
+    places: Tensor  # [M] index of each token's logprob among those that are computed.
+
+
 def scaling_of(lora: Lora, alpha: float) -> float:
     return alpha / lora.rank
 
@@ -283,9 +291,9 @@ class MultiLora:
 
     def packed(
         self, learner: Learner, sequences: list[Sequence]
-    ) -> tuple[list[PackedBatch], list[list[int]]]:
-        """This rank's batches, and the numbers of the sequences in each. Sequences that begin alike
-        stand together."""
+    ) -> tuple[list[PackedBatch], list[Members]]:
+        """This rank's batches, and the sequences in each. Sequences that begin alike stand
+        together."""
         samples = []
         for sequence in sequences:
             ids = np.append(sequence.ids, sequence.columns["target_tokens"][-1])
@@ -310,9 +318,15 @@ class MultiLora:
                 numbers += range(unit.first, unit.first + unit.num_samples)
             of_batch = [samples[i] for i in numbers]
             batch = pack_samples(of_batch, learner.budget.cp)
-            members.append([order[i] for i in numbers])
-            targets = [sequences[i].columns["target_tokens"] for i in members[-1]]
-            batch.labels = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *targets]))
+            numbers = [order[i] for i in numbers]
+            targets = [sequences[i].columns["target_tokens"] for i in numbers]
+            labels = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *targets]))
+            # Sequences of a group have their prompt's logprobs in common.
+            keys, places = batch.logit_indices * self.vocab_size + labels, torch.arange(len(labels))
+            if learner.budget.cp == 1:
+                keys, places = keys.unique(return_inverse=True)
+            batch.logit_indices, batch.labels = keys // self.vocab_size, keys % self.vocab_size
+            members.append(Members(numbers=numbers, places=places.to(self.ranks.device)))
             if self.family is not None and batch.images is None:
                 batch.images = {}
             for extension in learner.extensions:
@@ -381,10 +395,10 @@ class MultiLora:
         batches, members = self.packed(learner, [sequence])
         logprobs_of: dict[int, list[float]] = {}
         with torch.no_grad():
-            for batch, numbers in zip(batches, members, strict=True):
+            for batch, of_batch in zip(batches, members, strict=True):
                 adapter = learner.adapter if snapshot else ""
-                values = self.policy(batch, 1.0, adapter)[0].tolist()
-                logprobs_of.update((number, values) for number in numbers)
+                values = self.policy(batch, 1.0, adapter)[0][of_batch.places].tolist()
+                logprobs_of.update((number, values) for number in of_batch.numbers)
         for of_rank in all_gather_json(logprobs_of, self.ranks):
             logprobs_of |= {int(number): values for number, values in of_rank.items()}
         return np.asarray(logprobs_of[0], np.float32)
@@ -488,7 +502,7 @@ class RequestLosses:
         loss_fn: str,
         settings: dict[str, float],
         sequences: list[Sequence],
-        members: list[list[int]],
+        members: list[Members],
     ):
         self.loss_fn, self.settings, self.sequences = loss_fn, settings, sequences
         self.members = iter(members)
@@ -496,8 +510,9 @@ class RequestLosses:
         self.loss, self.num_clipped = 0.0, 0.0
 
     def __call__(self, batch: PackedBatch, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Metrics]:
-        numbers = next(self.members)
-        logprobs, entropy, *_ = outputs
+        of_batch = next(self.members)
+        numbers = of_batch.numbers
+        logprobs, entropy = outputs[0][of_batch.places], outputs[1][of_batch.places]
         columns = self.columns(numbers, logprobs)
         losses, is_clipped = self.losses(batch, logprobs, entropy, columns)
         self.loss += float(losses.detach().double().sum())
