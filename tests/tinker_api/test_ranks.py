@@ -1,4 +1,4 @@
-"""Two ranks compute what one does: rank 0 calls, the other follows."""
+"""Adapters on two ranks compute what one rank does: rank 0 calls, the other follows."""
 
 from __future__ import annotations
 
