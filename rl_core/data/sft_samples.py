@@ -14,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from rl_core.data.chat import Chat, fingerprint, unmarked
-from rl_core.data.messages import as_context, shorten, text_of
+from rl_core.data.message_forms import read_flag
+from rl_core.data.messages import TRAIN_KEYS, as_context, shorten, text_of
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
@@ -100,7 +101,7 @@ def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
     """The conversation of a row; context has "train": False. `notes`: see canonical_messages()."""
     column = prompt_column(row)
     asked = with_prefix_mark(row, column_messages(row, column, notes=notes))
-    messages = with_opening(row, asked, notes)
+    messages = with_opening(row, with_row_mask(row, asked, notes), notes)
     if column not in CONVERSATIONS:
         replies = ["response", "completion", "output", *ANSWERS.get(column, ())]
         reply = first_column(row, replies)
@@ -119,6 +120,28 @@ def sft_messages(row: Row, notes: list[str] | None = None) -> list[Message]:
             f"messages with roles {roles} hold nothing to train: give one with role 'assistant' "
             "behind a message that it answers"
         )
+    return messages
+
+
+def with_row_mask(row: Row, messages: list[Message], notes: list[str] | None) -> list[Message]:
+    """The messages, some of them context by a column of the row, such as `loss_mask`, that has a
+    number for each message or for each one of assistants. Raises ValueError for other numbers."""
+    for key in TRAIN_KEYS:
+        mask = row.get(key)
+        if not isinstance(mask, (list, tuple)):
+            continue
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        numbers = {len(replies): replies, len(messages): [*range(len(messages))]}.get(len(mask))
+        if numbers is None:
+            raise ValueError(
+                f"column {key!r} has {len(mask)} values, and there are {len(messages)} messages, "
+                f"{len(replies)} of assistants: give one for each, or remove the column"
+            )
+        for i, value in zip(numbers, mask, strict=True):
+            if messages[i]["role"] == "assistant" and not read_flag(key, value):
+                messages[i] = {**messages[i], "train": False}
+                if notes is not None:
+                    notes.append(f"message {i + 1}: not trained (column {key!r})")
     return messages
 
 

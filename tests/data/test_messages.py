@@ -32,7 +32,7 @@ from rl_core.data.canonical_messages import canonical_messages, canonical_tools
 from rl_core.data.chat import Chat
 from rl_core.data.preference_pairs import reply_pair, scored_pair
 from rl_core.data.rows import load_rows
-from rl_core.data.sft_samples import sft_messages, sft_samples
+from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
 from rl_core.data.tables import load_other
 from rl_core.data.task_rows import make_task, row_tools
 from rl_core.data.tasks.streaming import StreamedTasks, open_stream
@@ -748,6 +748,19 @@ def test_messages_of_other_formats_have_one_form(message, canonical, note):
     assert canonical_messages([canonical]) == [canonical]
     assert json.dumps(message, default=str) == text
     assert note in " ".join(notes) and (note or not notes)
+
+
+@pytest.mark.parametrize(
+    "mask, trained",
+    [([0, 1], [3]), ([0, 0, 0, 1], [3]), ([1, False], [1]), ([1, 1], [1, 3]), (None, [1, 3])],
+)
+@pytest.mark.parametrize("column", ["loss_mask", "train"])
+def test_a_column_may_exclude_messages_from_the_loss(column, mask, trained):
+    row = {"messages": [user("a"), assistant("b"), user("c"), assistant("d")], column: mask}
+    assert trained_messages(sft_messages(row)) == trained
+    if mask:
+        with pytest.raises(ValueError, match="has 3 values, and there are 4 messages, 2 of assist"):
+            sft_messages(row | {column: [1, 1, 1]})
 
 
 RESPONSE = {"name": "clock", "response": {"time": "12:00"}}
