@@ -81,7 +81,7 @@ def reward_fn(completion, answer):
 """
 
 # Bob describes a word that Alice has to find among four. Her model is not tuned to follow
-# instructions, so that her chat template begins with examples.
+# instructions, so that her chat template begins with an example.
 CLUES = """
 import random
 
@@ -111,24 +111,14 @@ async def rollout(task, actors):
     hint = await actors["bob"].respond(question)
     clue = " ".join(hint.text.split())
     guess = await actors["alice"].respond(f"Clue: {clue}\\nWords: {', '.join(words)}")
-    has_won = float(word not in clue.lower() and guess.text.strip() == word)
-    return [hint.trajectory(reward=has_won), guess.trajectory(reward=has_won)]
+    has_kept = float(word not in clue.lower())
+    has_guessed = float(guess.text.strip() == word)
+    bob = hint.trajectory(reward=has_kept * (0.5 + 0.5 * has_guessed))
+    return [bob, guess.trajectory(reward=has_guessed)]
 """
-EXAMPLES = """{{ bos_token }}Clue: It is a small insect that makes honey.
+EXAMPLE = """{{ bos_token }}Clue: It is a small insect that makes honey.
 Words: bee, chair, doctor, window
 Word: bee
-Clue: It has pages that people read.
-Words: autumn, book, candle, garden
-Word: book
-Clue: Somebody who helps you when you are ill.
-Words: chair, cherry, doctor, window
-Word: doctor
-Clue: It is a sweet red fruit.
-Words: cherry, engine, king, winter
-Word: cherry
-Clue: You sit on it at a table.
-Words: bee, chair, king, window
-Word: chair
 {% for message in messages %}{% if message['role'] == 'assistant' %} {{ message['content'] }}
 {% else %}{{ message['content'] }}
 {% if not loop.last or add_generation_prompt %}Word:{% endif %}{% endif %}{% endfor %}"""
@@ -194,7 +184,7 @@ class Curve:
     text: str = ""  # An environment that is not in envs/.
     flags: str  # {source} is the seed's run `instructions`.
     actors: str = "--model {model}"
-    actor: str = "policy"  # Its rewards are read. Actors of a team have the same.
+    actor: str = "policy"  # Its rewards are read.
     rows: Callable[[Path], tuple[list, list]] | None = None  # Default: the environment's.
     more: str = ""  # Text at the end of a copy of the environment's file.
 
@@ -242,10 +232,10 @@ CURVES = {
         text=CLUES,
         actor="bob",
         actors="--actors.bob.model {model} --actors.alice.model {second} "
-        "--actors.alice.chat_template {folder}/examples.jinja --actors.alice.max_tokens 5 "
+        "--actors.alice.chat_template {folder}/example.jinja --actors.alice.max_tokens 5 "
         '--actors.alice.sampling.stop ["\\n"]',
-        flags=f"{GROUPS} --max_prompt_tokens 224 --max_tokens 20 --num_steps 14 --eval_every 14 "
-        "--optim.lr 2e-5",
+        flags="--tasks_per_step 6 --group_size 8 --max_prompt_tokens 112 --max_tokens 14 "
+        "--num_steps 10 --eval_every 10 --optim.lr 3e-5",
     ),
     "dpo": Curve(rows=pairs, flags=PAIRS + "dpo"),
     "rm": Curve(rows=pairs, flags=PAIRS + "rm"),
@@ -268,7 +258,7 @@ def measure(name: str, seed: int, args: Namespace) -> dict:
     curve, folder = CURVES[name], ROOT / f"runs/real/{name}_{seed}"
     source = ROOT / f"runs/real/instructions_{seed}/rl"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "examples.jinja").write_text(EXAMPLES)
+    (folder / "example.jinja").write_text(EXAMPLE)
     flags = f"{curve.actors} --out {folder}/rl --seed {seed} {COMMON} {curve.flags} "
     flags = flags.format(source=source, folder=folder, model=args.model, second=args.second)
     if curve.env:
