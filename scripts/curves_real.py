@@ -113,7 +113,7 @@ async def rollout(task, actors):
     guess = await actors["alice"].respond(f"Clue: {clue}\\nWords: {', '.join(words)}")
     has_kept = float(word not in clue.lower())
     has_guessed = float(guess.text.strip() == word)
-    bob = hint.trajectory(reward=has_kept * (0.5 + 0.5 * has_guessed))
+    bob = hint.trajectory(reward=has_kept * (0.2 + 0.8 * has_guessed))
     return [bob, guess.trajectory(reward=has_guessed)]
 """
 EXAMPLE = """{{ bos_token }}Clue: It is a small insect that makes honey.
@@ -235,7 +235,7 @@ CURVES = {
         "--actors.alice.chat_template {folder}/example.jinja --actors.alice.max_tokens 5 "
         '--actors.alice.sampling.stop ["\\n"]',
         flags="--tasks_per_step 6 --group_size 8 --max_prompt_tokens 112 --max_tokens 14 "
-        "--num_steps 10 --eval_every 10 --optim.lr 3e-5",
+        "--num_steps 20 --eval_every 20 --optim.lr 2e-5 --actors.alice.optim.lr 5e-6",
     ),
     "dpo": Curve(rows=pairs, flags=PAIRS + "dpo"),
     "rm": Curve(rows=pairs, flags=PAIRS + "rm"),
