@@ -148,7 +148,7 @@ CASES = {
     ),
     "glm4_moe": ("glm4_moe", f"{ADAMW} {ALWAYS}", {14: EP_MESHES}),
     "deepseek_v3": ("deepseek_v3", f"{SGD} --algorithm ppo {EPOCHS}", {14: EP_MESHES}),
-    "gpt_oss": ("gpt_oss", f"{SGD} --algo.kl_coef 0.1 {EPOCHS}", {14: ["ep 4", *EP_MESHES]}),
+    "gpt_oss": ("gpt_oss", f"{SGD} --algo.kl_coef 0.1 {EPOCHS}", {14: ["ep 4", "ep 2 x hsdp 2"]}),
     "qwen3_5_moe": ("qwen3_5_moe_text", ADAMW, {14: EP_MESHES[1:]}),
     "adapters": (
         "qwen3_moe",
