@@ -332,6 +332,35 @@ def test_the_gradient_is_clipped_to_the_requests_norm(lora):
     clipped = torch.cat([m.flatten() for m in moments]).norm() / (1 - ADAM["beta1"])
     assert float(clipped) == pytest.approx(1e-3, rel=1e-3)
     assert norm["metrics"]["grad_norm:mean"] > 1
+    # B is 0, and with it the gradient of A: AdamW multiplies A by 1 - learning_rate weight_decay.
+    before = lora.weights("model0")
+    lora.forward_backward("model0", forward_backward([row([8, 9, 10])]))
+    lora.optim_step("model0", ADAM | {"weight_decay": 10.0})
+    for key, value in lora.weights("model0").items():
+        if ".lora_A." in key:
+            torch.testing.assert_close(value, 0.9 * before[key])
+
+
+def test_settings_without_a_value_are_the_defaults_of_the_page(lora):
+    lora.create("model0", LORA, 1)
+    body = forward_backward([row([8, 9])], forward_only=True)
+    [[logprob]], _ = read_output(lora.forward_backward("model0", body))
+    logprob = float(logprob)
+    for loss_fn, ratio, advantage, loss, num_clipped in (
+        ("ppo", 1.25, 1.0, -1.2, 1),
+        ("ppo", 0.75, -1.0, 0.8, 1),
+        ("ppo", 1.19, 1.0, -1.19, 0),
+        ("cispo", 1.25, 1.0, -1.2 * logprob, 1),
+        ("cispo", 0.75, 1.0, -0.8 * logprob, 1),
+        ("gspo", 1.001, 1.0, -1.0004, 1),
+        ("gspo", 0.999, -1.0, 0.9997, 1),
+        ("dro", np.e, 0.0, 0.025, None),
+    ):
+        old = {"logprobs": [logprob - float(np.log(ratio))], "advantages": [advantage]}
+        body = forward_backward([datum([8], target_tokens=[9], **old)], loss_fn, forward_only=True)
+        _, metrics = read_output(lora.forward_backward("model0", body))
+        assert metrics["loss:sum"] == pytest.approx(loss, abs=2e-5), (loss_fn, ratio)
+        assert metrics.get("clipped_tokens:sum") == num_clipped, (loss_fn, ratio)
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,11 @@ async def test_requests_run_once_each_in_the_order_of_seq_id():
     async with turns_of() as (turns, _):
         lane, promises = Lane(tenant="a"), {}
         for seq in (4, 2, 3, 4, 2, 1, 1, 5):  # The first comes last, and each twice.
-            promise = turns.submit(lane, seq, f"m:{seq}", lambda seq=seq: run(seq))
+            promise = turns.submit(lane, seq, f"m:{seq}", lambda seq=seq: run(seq), size=5)
             assert promises.setdefault(seq, promise) is promise
         await results(promises.values())
         assert turns.submit(lane, 3, "m:3", lambda: run(3)).result == {"n": 3}, "a late repeat"
+        assert (turns.waiting["a"], turns.waiting_bytes["a"]) == (0, 0)
     assert done == [1, 2, 3, 4, 5]
 
 

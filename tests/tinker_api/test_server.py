@@ -242,7 +242,7 @@ async def test_chunks_that_arrive_last_first_are_learned_in_order(serving):
         assert [len(values) for values in outputs] == [len(ids) - 1 for ids in rows(3000)]
 
 
-async def test_a_failed_request_is_its_clients_alone(serving):
+async def test_a_failed_request_is_its_clients_alone(serving, monkeypatch):
     async with serving() as (alice, bob, _):
         await alice.begin()
         await bob.begin()
@@ -263,6 +263,8 @@ async def test_a_failed_request_is_its_clients_alone(serving):
         assert "are not finite" in (await alice.step("save_weights", path="x"))["error"]
         dimuon = {"optimizer_params": {"type": "dimuon"}}
         assert "dimuon is not supported" in (await alice.step("optim_step", **dimuon))["error"]
+        monkeypatch.setattr(tenants_module, "SILENT_S", 0.0)
+        assert (await bob.begin())["model_id"], "a silent session's model makes room"
 
 
 async def test_requests_of_a_model_that_could_not_be_made_touch_no_learner(serving):
@@ -280,7 +282,7 @@ async def test_requests_of_a_model_that_could_not_be_made_touch_no_learner(servi
 
 
 async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
-    async with serving() as (alice, bob, _):
+    async with serving() as (alice, bob, tenants):
         await alice.begin()
         await bob.begin()
         [ids] = rows(1)
@@ -294,6 +296,10 @@ async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
         ]
         assert isinstance(results[2], bytes)
         assert "--max_snapshots 2" in results[0 if isinstance(results[1], bytes) else 1]["error"]
+        for snapshot in tenants.sampler.snapshots.values():
+            snapshot.num_users += 1
+        error = (await alice.sampler(sampling_session_seq_id=7))["error"]
+        assert "all 2 snapshots are sampling" in error
 
 
 async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
@@ -312,6 +318,10 @@ async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
         result = await alice.post("retrieve_future", {"request_id": promise["request_id"]})
         assert "cancelled" in result["error"]
         assert isinstance(await alice.sample(made["sampling_session_id"], [9], 2), bytes)
+        last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}
+        last |= {"seq_id": 3, "prompt": {"chunks": [{"tokens": [9] * 4}]}}
+        _, _, logprobs = read_samples(await alice.result("asample", body | last))
+        assert np.isnan(logprobs).tolist() == [True, True, True, False]
         await alice.post(f"sessions/{alice.session}/finish", {})
         await alice.post("session_heartbeat", {"session_id": alice.session}, 410)
         assert not tenants.models
