@@ -519,9 +519,9 @@ class RequestLosses:
         if is_clipped is not None:
             self.num_clipped += float(is_clipped.sum())
         values = logprobs.detach().float().cpu().numpy()
-        ends = np.cumsum([len(self.sequences[i].ids) for i in numbers])
-        for number, logprob in zip(numbers, np.split(values, ends[:-1]), strict=True):
-            self.logprobs[number] = logprob.tolist()
+        ends = np.cumsum([0, *(len(self.sequences[i].ids) for i in numbers)])
+        for number, start, end in zip(numbers, ends, ends[1:], strict=False):
+            self.logprobs[number] = values[start:end].tolist()
         return losses, {}
 
     def columns(self, numbers: list[int], like: Tensor) -> dict[str, Tensor]:

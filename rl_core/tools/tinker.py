@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,6 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["export"]:
         return export(argv[1:])
     args, config = read_flags(argv)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("rl-core tinker serves with one process; start it without torchrun")
     say_loading()
     return run(args, config)
 
