@@ -137,11 +137,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
     engines: dict[str, Engine | None] = {}
     if config.is_rl:
         if ranks.rollout_ranks and not ranks.is_engine:
-            from rl_core.engines.remote import connect
-
-            dtype = compute_dtype(config)
-            names = [*plan.chats, *(name + STALE for name in plan.engines.lagged)]
-            engines |= connect(names, ranks, dtype, config.timeout_s)
+            engines |= remote_engines(plan, ranks)
         else:
             engines = plan.engines.make_all(plan.chats, learners, ranks)
             if plan.engines.takes_turns:
@@ -151,9 +147,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         engines |= rank_group_engines(plan, ranks)
     if config.learner.kernels == "liger":
         # Last, because later models would be of Liger's classes, which lack some models' options.
-        models = [model.hf for learner in learners.values() for model in learner.models()]
-        embedded = [getattr(engine, "model", None) for engine in engines.values()]
-        use_liger([*models, *filter(None, embedded)])
+        use_liger_in(learners, engines)
     device = Device(config, ranks, engines.values(), lease)
     actors = {}
     for name in config.actors:
@@ -173,6 +167,20 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
                 engines.get(name + STALE),
             )
     return actors
+
+
+def remote_engines(plan: Plan, ranks: Ranks) -> dict[str, Engine]:
+    """Engines of the ranks that sample."""
+    from rl_core.engines.remote import connect
+
+    names = [*plan.chats, *(name + STALE for name in plan.engines.lagged)]
+    return connect(names, ranks, compute_dtype(plan.config), plan.config.timeout_s)
+
+
+def use_liger_in(learners: dict[str, Learner], engines: dict[str, Engine | None]) -> None:
+    models = [model.hf for learner in learners.values() for model in learner.models()]
+    embedded = [getattr(engine, "model", None) for engine in engines.values()]
+    use_liger([*models, *filter(None, embedded)])
 
 
 def make_speaker(

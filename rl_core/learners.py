@@ -76,7 +76,7 @@ def make_learner(
     if owner := learners.get(actor.lora_base or ""):
         policy = owner.policy
     else:
-        adapters = adapters_of(config, name)
+        adapters = adapters_of(config, name) if config.has_adapters else {}
         adapter = next(iter(adapters), "")
         assert actor.model
         policy = load(

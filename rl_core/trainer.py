@@ -80,8 +80,12 @@ class Trainer:
         state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = load_checkpoint(self.checkpoint, self.learners, True)
-        is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
-        self.log = RunLog(self.out, ranks, state["step"], is_evaluated_again)
+        if config.resume and ranks.is_writer:
+            from rl_core.run.saving.lost_steps import drop_lost_steps
+
+            is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
+            drop_lost_steps(self.out, state["step"] or -1, is_evaluated_again)
+        self.log = RunLog(self.out, ranks)
         barrier(ranks)  # All folders exist, and files of lost steps are gone.
 
         self.step: int = state["step"]  # Number of completed steps.

@@ -164,6 +164,10 @@ class Config(Section):
         is_limited = sampling.top_p < 1 or sampling.min_p > 0
         return is_limited or self.agents.response_format == "enforce"
 
+    @property
+    def has_adapters(self) -> bool:
+        return any(actor.lora.rank for actor in self.actors.values())
+
     def sharers(self, name: str) -> list[str]:
         """Names of the actors that share this one's model."""
         return [other for other, actor in self.actors.items() if actor.lora_base == name]

@@ -339,16 +339,16 @@ def load_chat(
         check_exists(Path(chat_template))
         chat_template = Path(chat_template).read_text(encoding="utf-8")
     tokenizer = load_pretrained(AutoTokenizer, path)
+    copy = "copy the tokenizer's files of the model that it was made from into the folder"
     if not (chat_template or tokenizer.chat_template):
         raise ValueError(
-            f"model {path} has no chat template: copy the tokenizer's files of the model that it "
-            "was made from into the folder, or give one with --actors.NAME.chat_template FILE"
+            f"model {path} has no chat template: {copy}, or give one with "
+            "--actors.NAME.chat_template FILE"
         )
     # For some families transformers makes a tokenizer from nothing.
     if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
         raise ValueError(
-            f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: copy the "
-            "tokenizer's files of the model that it was made from into the folder"
+            f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: {copy}"
         )
     vision = load_family(path, None if limits is None else limits.max_image_pixels)
     chat = Chat(tokenizer, chat_template, variables, tool_reader, vision)

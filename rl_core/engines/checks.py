@@ -32,11 +32,11 @@ def check_engines(
                 "JSON schemas; take --engine embedded"
             )
         cls.check(settings, name, is_planned)
-        num_servers = len(config.actors[name].servers)
-        divisors = {f"--actors.{name}.engine_urls": num_servers, "--engine_tp": settings.engine_tp}
-        for flag, number in divisors.items():
-            if number and size % number:
-                fits = max(d for d in range(1, number) if size % d == 0)
-                raise ValueError(
-                    f"{flag} ({number}) must divide the {size} ranks that sample; try {fits}"
-                )
+        check_divides(f"--actors.{name}.engine_urls", len(config.actors[name].servers), size)
+        check_divides("--engine_tp", settings.engine_tp, size)
+
+
+def check_divides(flag: str, number: int, size: int) -> None:
+    if number and size % number:
+        fits = max(d for d in range(1, number) if size % d == 0)
+        raise ValueError(f"{flag} ({number}) must divide the {size} ranks that sample; try {fits}")

@@ -218,7 +218,11 @@ class EmbeddedEngine(Engine):
         self._offloaded = list(model.parameters()) if settings.offloads_weights else []
         self._copies = HostCopies(model.device)
         self._drop_cache()
-        self._copies.to_host(self._offloaded)
+        self._offload()
+
+    def _offload(self) -> None:
+        if self._offloaded and not self._copies.waiting:
+            self._copies.to_host(self._offloaded)
 
     def _fit_memory(self, spec: EngineSpec) -> None:
         """Limits slots and parked sessions to the memory that the weights leave. Slots come first;
@@ -315,8 +319,7 @@ class EmbeddedEngine(Engine):
         weights; see Engine."""
         await self._drain()
         self._drop_cache()
-        if not self._copies.waiting:
-            self._copies.to_host(self._offloaded)
+        self._offload()
 
     async def wake(self) -> None:
         self._copies.to_device()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
@@ -19,6 +19,7 @@ from rl_core.sampling.engine import (
     Engine,
     EngineSpec,
     ExpertRecorder,
+    NamedWeights,
     Sampler,
     WeightOwner,
 )
@@ -72,11 +73,14 @@ class EngineFactory:
 
     def weights(self, name: str, ranks: Ranks, learner: Learner | None) -> Weights:
         """The state of the actor's weights on this rank. `learner`: the actor's, if it is here."""
-        if not self.has_server(name):
-            may_share = self.classes[name].weight_owner is WeightOwner.LEARNER
-            if may_share and learner and not ranks.rollout_ranks and learner.policy.is_shareable:
-                return Weights.SHARED
-            return Weights.COPIED
+        if self.has_server(name):
+            return self.server_weights(ranks)
+        may_share = self.classes[name].weight_owner is WeightOwner.LEARNER
+        if may_share and learner and not ranks.rollout_ranks and learner.policy.is_shareable:
+            return Weights.SHARED
+        return Weights.COPIED
+
+    def server_weights(self, ranks: Ranks) -> Weights:
         if ranks.size == 1 and not self.config.max_staleness and not ranks.rollout_ranks:
             return Weights.RESENT  # Learners are idle while engines sample.
         # Separate rank groups have no common collective, and engines that take turns would lack
@@ -155,20 +159,17 @@ class EngineFactory:
             dtype=compute_dtype(config),
             device=ranks.device,
             seed=counter_seed(config.seed, name + role, ranks.rank) % 2**31,
-            adapters=self.adapters(name, module),
+            adapters=self.adapters(name, module) if config.has_adapters else {},
             vision=None if isinstance(chat.vision, str) else chat.vision,
             log=config.folder / f"engine_{name}{role}_{ranks.rank:05d}.log",
             start_timeout_s=config.timeout_s,
         )
         if self.has_server(name):
-            from rl_core.engines.server_spec import resend_of, server_spec
+            from rl_core.engines.server_spec import server_spec
 
             url = actor.servers[ranks.rank // stride] if actor.servers else ""
             spec.server = server_spec(config, url, learners or {})
-            if state is Weights.RESENT and learner:
-                spec.resend = resend_of(learner)
-            elif state is Weights.AWAITED and not role:
-                spec.resend = RESENT_BY_RANKS
+            spec.resend = resender(state, learner, role)
         else:
             # An Apple GPU has the CPU's memory.
             offloads = self.takes_turns and ranks.device.type != MPS
@@ -212,6 +213,17 @@ class EngineFactory:
 
             load_weights(module, policy.named_weights())
         return module
+
+
+def resender(
+    state: Weights, learner: Learner | None, role: str
+) -> Callable[[], NamedWeights] | Literal["ranks"] | None:
+    """EngineSpec.resend of a server whose weights are in this state."""
+    if state is Weights.RESENT and learner:
+        from rl_core.engines.server_spec import resend_of
+
+        return resend_of(learner)
+    return RESENT_BY_RANKS if state is Weights.AWAITED and not role else None
 
 
 def max_episodes(config: Config, num_engines: int) -> int:

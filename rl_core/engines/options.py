@@ -51,12 +51,15 @@ def auto_engine(config: Config) -> tuple[str, str]:
     there is no choice, and the reason is ""."""
     import torch
 
-    actors = config.actors
-    owners = [actors[actor.lora_base] for actor in actors.values() if actor.lora_base in actors]
-    is_4_bit = any(owner.lora.quantize != "none" for owner in owners)
     if config.device == "mps" or not torch.cuda.is_available():
         return "embedded", ""
-    if is_4_bit:
+    return engine_on_gpu(config)
+
+
+def engine_on_gpu(config: Config) -> tuple[str, str]:
+    actors = config.actors
+    owners = [actors[actor.lora_base] for actor in actors.values() if actor.lora_base in actors]
+    if any(owner.lora.quantize != "none" for owner in owners):
         return "embedded", "it alone reads a shared model in 4 bits"
     for name in PACKAGES:
         if find_spec(name) is not None:

@@ -101,11 +101,7 @@ def execute_file(path: str) -> ModuleType:
     file = Path(path).expanduser()
     check_exists(file)
     if suffix_of(file) in (*JSON_FILES, *TABLES, ".zst"):
-        raise ValueError(
-            f"{path} holds rows and is not an environment, which is a Python file; see the rows by "
-            f"rl-core tokens --model MODEL --data.train {path}, or try them in an environment by "
-            f"rl-core check ENV.py --data.train {path}"
-        )
+        raise ValueError(f"{path} holds rows and is not an environment{for_rows(path)}")
     name = MODULE_PREFIX + file.stem
     spec = importlib.util.spec_from_loader(name, loader=None, origin=path)
     assert spec is not None
@@ -122,11 +118,7 @@ def execute_file(path: str) -> ModuleType:
         code = compile(file.read_bytes(), path, "exec")
         exec(code, module.__dict__)
     except (Exception, SystemExit) as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            from rl_core.environments.file_hints import install_command
-
-            hint = f"; {install_command(error.name or '')}, or drop the import"
+        hint = why_not_imported(error) if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{path} does not load: {describe_error(error, path)}{hint}") from error
     names = names_in(code)
     if "_exit" in names and "fork" not in names:
@@ -135,6 +127,19 @@ def execute_file(path: str) -> ModuleType:
             "of a success; raise an error instead"
         )
     return module
+
+
+def for_rows(path: str) -> str:
+    return (
+        ", which is a Python file; see the rows by rl-core tokens --model MODEL --data.train "
+        f"{path}, or try them in an environment by rl-core check ENV.py --data.train {path}"
+    )
+
+
+def why_not_imported(error: ModuleNotFoundError) -> str:
+    from rl_core.environments.file_hints import install_command
+
+    return f"; {install_command(error.name or '')}, or drop the import"
 
 
 def names_in(code: CodeType) -> set[str]:

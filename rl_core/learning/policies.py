@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from rl_core.models.options import (
     use_cpu_decoder,
 )
 from rl_core.models.policy import PackedForward, Policy, blocks_of, freeze_parts, without_dropout
+
+if TYPE_CHECKING:
+    from rl_core.data.image_families import ImageFamily
 
 # An adapter's settings and its seed.
 Adapter = tuple[LoraConfig, int]
@@ -52,8 +55,7 @@ def make_policy(
     is_split = ranks.mesh.num_shards > 1 or dtype != torch.float32 or cpu_offload
     trains_no_weight = is_frozen or (adapters and dtype == checkpoint_dtype)
     dtype_held = dtype if trains_no_weight else torch.float32
-    make: Callable[..., Policy] = Policy
-    quantized, weights = {}, {}
+    make, quantized = Policy, {}
     if adapters:
         from rl_core.learning import lora
 
@@ -64,6 +66,7 @@ def make_policy(
         from rl_core.models.parallel.tensor_parallel import TensorParallelPolicy
 
         make = TensorParallelPolicy
+    weights = {}
     if is_split and not quantized:
         from rl_core.models.parallel import fsdp
 
@@ -79,13 +82,10 @@ def make_policy(
         logprob_kernel=choose_logprob_kernel(ranks.device),
         support_logprobs=support_logprobs,
     )
-    family = load_family(path, max_image_pixels)
-    if not isinstance(family, str):
-        from rl_core.models.vision import Vision
-
-        policy.vision = Vision(family, hf, dtype)
-    if learner.train and not adapters and hasattr(hf.config, "vision_config"):
-        freeze_parts(hf, split(learner.train))
+    if hasattr(config, "vision_config"):
+        add_vision(policy, load_family(path, max_image_pixels), dtype)
+        if learner.train and not adapters:
+            freeze_parts(hf, split(learner.train))
     prepare(policy, is_frozen, recomputes=learner.activations == "recompute")
     if is_split:
         from rl_core.models.parallel import fsdp
@@ -105,6 +105,13 @@ def make_policy(
         compile_blocks(policy)
     use_cpu_decoder(policy, learner)
     return policy
+
+
+def add_vision(policy: Policy, family: ImageFamily | str, dtype: torch.dtype) -> None:
+    if not isinstance(family, str):
+        from rl_core.models.vision import Vision
+
+        policy.vision = Vision(family, policy.hf, dtype)
 
 
 def support_logprobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from functools import cache
 
 import torch
@@ -145,19 +146,8 @@ def load_hf_model(
         model, info = load_pretrained(family, path, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model {path!r} cannot be loaded: {str(error).splitlines()[0]}") from None
-    problems = []
-    for name, shape, wanted in info["mismatched_keys"]:
-        problems.append(
-            f"{name} is {list(shape)} in its files, its config.json asks for {list(wanted)}"
-        )
-    for name in sorted(set(info["missing_keys"]) - {SCORE_HEAD}):
-        problems.append(
-            f"its files lack {name}; are they of the model that its config.json describes?"
-        )
-    for name in sorted(set(info["unexpected_keys"]) - LM_HEADS):
-        problems.append(f"its files hold {name}, for which its config.json has no place")
-    if problems:
-        raise ValueError(f"model {path!r}: {problems[0]}")
+    if any(info[kind] for kind in ("mismatched_keys", "missing_keys", "unexpected_keys")):
+        refuse_files(path, info)
     if SCORE_HEAD in info["missing_keys"]:
         nn.init.zeros_(model.score.weight)
     if is_scoring:
@@ -168,6 +158,19 @@ def load_hf_model(
 
         fuse_norms(model)
     return model if "device_map" in options or device is None else model.to(device)
+
+
+def refuse_files(path: str, info: dict[str, Collection]) -> None:
+    """Raises ValueError if the files of a model lack a weight, or hold another one."""
+    for name, shape, wanted in info["mismatched_keys"]:
+        problem = f"{name} is {list(shape)} in its files, its config.json asks for {list(wanted)}"
+        raise ValueError(f"model {path!r}: {problem}")
+    for name in sorted(set(info["missing_keys"]) - {SCORE_HEAD}):
+        problem = f"its files lack {name}; are they of the model that its config.json describes?"
+        raise ValueError(f"model {path!r}: {problem}")
+    for name in sorted(set(info["unexpected_keys"]) - LM_HEADS):
+        problem = f"its files hold {name}, for which its config.json has no place"
+        raise ValueError(f"model {path!r}: {problem}")
 
 
 def on_meta(model_config: PretrainedConfig, **options) -> PreTrainedModel:

@@ -43,8 +43,6 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 def image_prompts(chat: Chat, max_tokens: int) -> list[Prompt]:
     """A prompt with a small image for a model that sees; [] if it has more tokens than
     `max_tokens`, or the chat template renders no image of a user."""
-    if isinstance(chat.vision, str):
-        return []
     from rl_core.data.images import image_in_bytes, png_of
 
     picture = (37 * np.arange(16 * 16 * 3) % 256).astype(np.uint8).reshape(16, 16, 3)
@@ -97,7 +95,7 @@ class Canary(Plugin):
         for i in range(max(NUM_PROMPTS, self.trainer.ranks.rollout_ranks)):
             prompts.append(([counter_seed("canary", i, j) % num_ids for j in range(size)], ()))
         limit = min(NEW_TOKENS, speaker.max_context_tokens - size)
-        if engine.sees:
+        if engine.sees and not isinstance(chat.vision, str):
             prompts += image_prompts(chat, speaker.max_context_tokens - limit)
         sampling = {name: getattr(learner.config.sampling, name) for name in SAMPLING_FLAGS}
         params = SamplingParams(max_tokens=limit, keeps_ids=True, **sampling)

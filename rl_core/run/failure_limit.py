@@ -83,23 +83,24 @@ def refuse_failures(
         del rows[old]
     if tally is not None:
         tally.update(failed=failed, episodes=total)
-    bad_rows = sum(rows.values())
-    counted = max(min_rows, len(rows))
-    are_too_many = bad_rows > limit * counted
-    if failed and (failed == total or are_too_many):
-        rule = ""
-        if failed < total:
-            rule = (
-                f". It is more than --rollout.max_failed_fraction={limit} allows: of the last "
-                f"{len(rows)} rows {bad_rows:.4g} failed, where a row counts by its failed "
-                f"fraction, and {limit * counted:.4g} may"
-            )
-            if counted > len(rows):
-                rule += f", {limit} of {counted} rows, the least number that the limit applies to"
+    if failed and (failed == total or sum(rows.values()) > limit * max(min_rows, len(rows))):
+        rule = "" if failed == total else limit_text(rows, limit, min_rows)
         raise RunError(
             f"{failed} of {total} episodes of {name} failed. The first: {firsts[0]}{rule}"
         )
     return dict(reasons.most_common(MAX_REASONS))
+
+
+def limit_text(rows: dict[tuple[str, str], float], limit: float, min_rows: int) -> str:
+    counted = max(min_rows, len(rows))
+    text = (
+        f". It is more than --rollout.max_failed_fraction={limit} allows: of the last "
+        f"{len(rows)} rows {sum(rows.values()):.4g} failed, where a row counts by its failed "
+        f"fraction, and {limit * counted:.4g} may"
+    )
+    if counted > len(rows):
+        text += f", {limit} of {counted} rows, the least number that the limit applies to"
+    return text
 
 
 def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, list[tuple[str, int]]]:
@@ -111,17 +112,25 @@ def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, lis
     for t in trajectories:
         if t.status == "failed":
             episodes[t.env, t.task_id, t.group_id, t.index] = t.error
-    untruncated = {failure_reason(error, key[1]) for key, error in episodes.items() if error}
-    totals, failed, reasons = Counter(), Counter(), Counter()
-    first = ""
+    totals, failed = Counter(), Counter()
     for (env, task, *_), error in episodes.items():
         totals[env, task] += 1
-        if error is not None:
-            reason, note, _ = error.partition(CUT_OFF)
-            if note and failure_reason(reason, task) in untruncated:  # It is not the truncation.
-                error = reason
-            first = first or f"{task}: {error.replace(f' for task {task}', '')}"
-            failed[env, task] += 1
-            reasons[keep_ends(failure_reason(error, task), MAX_REASON_CHARS)] += 1
+        failed[env, task] += error is not None
     counts = [[*row, failed[row], total] for row, total in totals.items()]
+    first, reasons = "", Counter()
+    if failed.total():
+        first, reasons = count_reasons({key: error for key, error in episodes.items() if error})
     return counts, first, reasons.most_common(MAX_REASONS)
+
+
+def count_reasons(failed: dict[tuple, str]) -> tuple[str, Counter[str]]:
+    """(the first failure, reason -> number of episodes). `failed`: errors of episodes."""
+    untruncated = {failure_reason(error, task) for (_, task, *_), error in failed.items()}
+    first, reasons = "", Counter()
+    for (_, task, *_), error in failed.items():
+        reason, note, _ = error.partition(CUT_OFF)
+        if note and failure_reason(reason, task) in untruncated:  # It is not the truncation.
+            error = reason
+        first = first or f"{task}: {error.replace(f' for task {task}', '')}"
+        reasons[keep_ends(failure_reason(error, task), MAX_REASON_CHARS)] += 1
+    return first, reasons

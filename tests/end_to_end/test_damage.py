@@ -18,8 +18,8 @@ from test_saving import flags_of  # noqa: F401
 from tiny_vision_model import VISION_MODELS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from rl_core.run.run_folder import RunLog
 from rl_core.run.saving.checkpoint import checkpoints_in, export_policy, save_checkpoint, set_dtype
+from rl_core.run.saving.lost_steps import drop_lost_steps
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.train import main
 from rl_core.types import RunError
@@ -488,11 +488,11 @@ def test_lines_of_metrics_that_are_none_are_dropped(saved, tmp_path):
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("\n".join([*kept, *dropped]))
-    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=True)
+    drop_lost_steps(tmp_path, 2, True)
     assert file.read_text().splitlines() == kept
     # An evaluation of the checkpoint's own step is kept if it is not made again.
     file.write_text("\n".join([*kept, *dropped]))
-    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=False)
+    drop_lost_steps(tmp_path, 2, False)
     assert file.read_text().splitlines() == [*kept, dropped[0]]
 
 
@@ -525,9 +525,9 @@ def test_files_of_steps_after_the_checkpoint_are_dropped(saved, tmp_path):
             file.name for file in tmp_path.glob("trace*")
         }
 
-    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=False)
+    drop_lost_steps(tmp_path, 2, False)
     assert left() == {*kept, evaluated}
-    RunLog(tmp_path, saved[1].ranks, 2, is_evaluated_again=True)
+    drop_lost_steps(tmp_path, 2, True)
     assert left() == {*kept}
 
 

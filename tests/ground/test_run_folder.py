@@ -14,8 +14,9 @@ import yaml
 import zstandard
 from kit import kill_session, start_process, words
 
-from rl_core.run.run_folder import drop_lost_steps, locked
+from rl_core.run.run_folder import locked
 from rl_core.run.saving.checkpoint import checkpoints_in
+from rl_core.run.saving.lost_steps import drop_lost_steps
 from rl_core.tools.cli import main as rl_core_command
 from rl_core.train import main
 

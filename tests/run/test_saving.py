@@ -222,7 +222,7 @@ def test_a_full_disk_is_named(full, flags_of, tmp_path, capsys):
 
 
 def test_a_full_disk_is_named_where_metrics_do_not_fit(tmp_path):
-    log = RunLog(tmp_path, init_ranks(60), 0)
+    log = RunLog(tmp_path, init_ranks(60))
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(
         OSError, match=f"{tmp_path}/metrics.jsonl: No space left on device; make room there"

@@ -46,13 +46,18 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
             )
         sources.append(source)
         weights.append(section.weight)
+    return sources[0] if len(sources) == 1 else mixed_tasks(config, sources, weights)
+
+
+def mixed_tasks(
+    config: Config, sources: list[TaskSource], weights: Sequence[float | None]
+) -> Tasks:
+    """Tasks of several environments, with --envs.NAME.weight."""
     if not sources:
         raise ValueError(
             f"--env_path {config.env_path}: no environment has training rows; add rows to one "
             "with --envs.NAME.train, or with load_tasks('train') in its file"
         )
-    if len(sources) == 1:
-        return sources[0]
     from rl_core.data.tasks.task_mix import TaskMix
 
     is_by_rows = config.num_epochs and weights == [None] * len(weights)

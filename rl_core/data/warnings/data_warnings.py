@@ -11,8 +11,9 @@ from rl_core.data.chat import Chat
 from rl_core.data.messages import shorten
 from rl_core.data.rows import CHECKED_ROWS, row_place
 from rl_core.data.task_rows import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
-from rl_core.data.warnings.column_use import NUM_ROWS, column_use
+from rl_core.data.warnings.column_use import NUM_ROWS, ColumnUse, column_use
 from rl_core.sampling.env import Env
+from rl_core.types import JSONObject, Task
 
 MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
 NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
@@ -36,13 +37,31 @@ def data_warnings(
         )
     if config.num_epochs:
         yield from epoch_warnings(config.num_epochs, train, envs or {})
+    if algorithm.is_rl and len(config.env_paths) > 1:
+        yield from env_warnings(config, train, evals)
+    if evals:
+        yield from overlap_warnings(train, evals)
+    if config.algorithm == "kto" and not config.data.streaming:
+        for source in train.sources:
+            yield from label_warnings(source)
+    sources = [*train.sources, *evals.values()]
+    yield from row_warnings(config, sources, spelled, envs or {}, chats or {})
+
+
+def env_warnings(config: Config, train: Tasks, evals: dict[str, TaskSource]) -> Iterator[str]:
+    """Warnings for environments that are not trained in."""
     trained = {source.env for source in train.sources}
     evaluated = {source.env for source in evals.values()}
-    for name in config.env_paths if algorithm.is_rl else ():
+    for name in config.env_paths:
         if name not in trained | evaluated:
             yield f"{name} is never played, as it has held-out rows alone: give --eval_every"
         elif name not in trained and config.env(name).is_trained_in:
             yield f"{name} has no training rows: it is evaluated and not trained"
+
+
+def overlap_warnings(train: Tasks, evals: dict[str, TaskSource]) -> Iterator[str]:
+    """Warnings for held-out rows that are training rows too."""
+    evaluated = {source.env for source in evals.values()}
     train_rows: dict[str, set[int]] = {}  # Hashes of rows by environment.
     for other in train.sources:
         if other.env in evaluated:
@@ -55,11 +74,6 @@ def data_warnings(
                 f"{num_both} of the first {len(held_out)} held-out rows of {name} are training "
                 "rows too; --data.eval or load_tasks must give others"
             )
-    if config.algorithm == "kto" and not config.data.streaming:
-        for source in train.sources:
-            yield from label_warnings(source)
-    sources = [*train.sources, *evals.values()]
-    yield from row_warnings(config, sources, spelled, envs or {}, chats or {})
 
 
 def label_warnings(source: TaskSource) -> Iterator[str]:
@@ -127,53 +141,62 @@ def column_warnings(
     config: Config, sources: Sequence[TaskSource], envs: Mapping[str, Env], chat: Chat | None
 ) -> Iterator[str]:
     """Warnings about columns and messages, each once by environment and column or remark."""
-    warned: set[tuple[str, str]] = set()
-
-    def is_new(source: TaskSource, about: str) -> bool:
-        is_known = (source.env, about) in warned
-        warned.add((source.env, about))
-        return not is_known
-
+    warned: dict[str, set[str]] = {}
     for source in sources:
         env = envs.get(source.env)
         use = column_use(config, source, env, chat)
-        among = f"of the first {use.num_rows} rows of {source.env}"
-        for remark, rows in use.remarks.items():
-            if is_new(source, remark):
-                location = row_place(rows[0], source.files, source.split)
-                yield f"{len(rows)} {among}, such as {location}: {remark}"
-        for column, num in use.lost.items():
-            if is_new(source, column):
-                from rl_core.data.warnings.unread_columns import fix_of
+        has_prompts = env and env.turn_loop.system_prompts
+        if has_prompts or use.remarks or use.lost or use.long or use.keys or use.equal:
+            yield from use_warnings(use, warned.setdefault(source.env, set()))
 
-                prompt = use.named.prompt
-                yield (
-                    f"column {column!r}, which {num} {among} have, is not read: prompts are made "
-                    f"of {', '.join(prompt)}; {fix_of(column, prompt, use.lost, use.nested)}"
-                )
-        if use.equal >= MIN_EQUAL and 2 * use.equal > use.num_rows and is_new(source, "equal"):
+
+def use_warnings(use: ColumnUse, warned: set[str]) -> Iterator[str]:
+    """Warnings about the columns and messages of a data set. `warned`: columns and remarks of the
+    environment that were warned of before; it grows."""
+    source, env = use.source, use.env
+    among = f"of the first {use.num_rows} rows of {source.env}"
+
+    def is_new(about: str) -> bool:
+        is_known = about in warned
+        warned.add(about)
+        return not is_known
+
+    for remark, rows in use.remarks.items():
+        if is_new(remark):
+            location = row_place(rows[0], source.files, source.split)
+            yield f"{len(rows)} {among}, such as {location}: {remark}"
+    for column, num in use.lost.items():
+        if is_new(column):
+            from rl_core.data.warnings.unread_columns import fix_of
+
+            prompt = use.named.prompt
             yield (
-                f"{use.equal} {among} have the same prompt, {shorten(use.equal_prompt)}; "
-                "--data.columns prompt=NAME reads another column"
+                f"column {column!r}, which {num} {among} have, is not read: prompts are made "
+                f"of {', '.join(prompt)}; {fix_of(column, prompt, use.lost, use.nested)}"
             )
-        if others := [repr(column) for column in use.long if is_new(source, column)]:
-            yield (
-                f"nothing reads the long texts or lists in {', '.join(others)} {among}; "
-                "--data.columns NAME=COLUMN reads one (docs/runs.md)"
-            )
-        if keys := [repr(key) for key in use.keys if is_new(source, f"key {key}")]:
-            yield (
-                f"nothing reads the keys {', '.join(keys)} of assistants' messages {among}; "
-                '"train": false leaves a message out of the loss (docs/sft.md)'
-            )
-        if not env or not env.turn_loop.system_prompts:
-            continue
-        replaced = [column for column in SYSTEM_COLUMNS if column in use.named.prompt]
-        if replaced and is_new(source, "system_prompts"):
-            yield (
-                f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
-                f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"
-            )
+    if use.equal >= MIN_EQUAL and 2 * use.equal > use.num_rows and is_new("equal"):
+        yield (
+            f"{use.equal} {among} have the same prompt, {shorten(use.equal_prompt)}; "
+            "--data.columns prompt=NAME reads another column"
+        )
+    if others := [repr(column) for column in use.long if is_new(column)]:
+        yield (
+            f"nothing reads the long texts or lists in {', '.join(others)} {among}; "
+            "--data.columns NAME=COLUMN reads one (docs/runs.md)"
+        )
+    if keys := [repr(key) for key in use.keys if is_new(f"key {key}")]:
+        yield (
+            f"nothing reads the keys {', '.join(keys)} of assistants' messages {among}; "
+            '"train": false leaves a message out of the loss (docs/sft.md)'
+        )
+    if not env or not env.turn_loop.system_prompts:
+        return
+    replaced = [column for column in SYSTEM_COLUMNS if column in use.named.prompt]
+    if replaced and is_new("system_prompts"):
+        yield (
+            f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
+            f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"
+        )
 
 
 def tool_warnings(
@@ -193,18 +216,22 @@ def tool_warnings(
             if (source.env, name) in warned:
                 continue
             tools = env.turn_loop.tools_of(task) if env else row_tools(task.row)
-            if not tools:
-                continue
-            messages = env.turn_loop.opening(task, name) if env else task.messages
-            chat = chats[name].with_variables(row_variables(task.row))
-            if unread := chat.unread_tools(messages, tools):
+            if tools and (tool := unread_tool(task, tools, env, name, chats[name])):
                 warned.add((source.env, name))
                 yield (
                     f"{task.place}: the chat template of actor {name} renders no tools, and no "
-                    f"message names {unread[0]!r}: the model does not know its tools; describe "
-                    "them in a message, or give another template with "
-                    "--actors.NAME.chat_template FILE"
+                    f"message names {tool!r}: the model does not know its tools; describe them in "
+                    "a message, or give another template with --actors.NAME.chat_template FILE"
                 )
+
+
+def unread_tool(
+    task: Task, tools: list[JSONObject], env: Env | None, actor: str, chat: Chat
+) -> str | None:
+    """A tool that neither the template nor a message shows to the actor."""
+    messages = env.turn_loop.opening(task, actor) if env else task.messages
+    unread = chat.with_variables(row_variables(task.row)).unread_tools(messages, tools)
+    return unread[0] if unread else None
 
 
 def row_hashes(source: TaskSource, num: int) -> list[int]:

@@ -37,19 +37,24 @@ def num_replicas(config: Config, num_ranks: int, actors: Iterable[str]) -> int:
     is_split = config.cp * config.tp > 1 or config.ep != 1
     if num_ranks < 2 or torch.cuda.is_available() or is_split:
         return 1
+    return num_ranks if are_small(config, actors) else 1
+
+
+def are_small(config: Config, actors: Iterable[str]) -> bool:
+    """True if the trained weights of these actors, all in fp32, have at most MAX_PARAMETERS."""
     num_parameters = 0
     for name in actors:
         settings, actor = config.of(name), config.actors[name]
         is_plain = settings.learner.offload != "always" and actor.lora.quantize == "none"
         has_frozen_models = settings.algo.teacher or settings.algo.reference  # Of any size.
         if compute_dtype(settings) != torch.float32 or not is_plain or has_frozen_models:
-            return 1
+            return False
         if actor.lora_base:  # Trains an adapter of another actor's weights.
             continue
         try:
             assert actor.model
             model = on_meta(load_model_config(actor.model))
         except (OSError, ValueError):
-            return 1  # The checks of models report the error.
+            return False  # The checks of models report the error.
         num_parameters += sum(parameter.numel() for parameter in model.parameters())
-    return num_ranks if num_parameters <= MAX_PARAMETERS else 1
+    return num_parameters <= MAX_PARAMETERS

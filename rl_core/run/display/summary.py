@@ -3,6 +3,7 @@ the run."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import time
@@ -10,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
 
-from rl_core.data.rows import read_json
 from rl_core.plugin import RunState
 
 Row = Mapping[str, float | None]
@@ -31,7 +31,8 @@ def print_summary(trainer: RunState) -> None:
     since = f" (from step {trainer.first_step})" if trainer.first_step else ""
     say(f"{reason}: step {done} of {config.num_steps} in {duration}{since}")
     file = trainer.out / "metrics.jsonl"
-    for line in before_and_after(list(read_json(file)) if file.exists() else []):
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in before_and_after(list(map(json.loads, lines))):
         say(f"  {line}")
     say(f"  look at it: rl-core view {shlex.quote(str(trainer.out))}")
     # A signal in the last step leaves its evaluation to the resumed run.

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -170,12 +170,12 @@ def loaded(trainer: RunState) -> str:
     """Three lines: the models, the data and the plan, the devices and the first step."""
     config, plan = trainer.config, trainer.plan
     models = []
+    where = {name: group.where for group in plan.rank_groups[1:] for name in group.actors}
     for name, actor in config.actors.items():
         learner = trainer.learners.get(name)
         about = size_of(learner) if learner is not None else actor.api or "frozen"
-        for group in plan.rank_groups[1:]:
-            if name in group.actors:
-                about = f"{'learns' if actor.is_trained else 'frozen'} on {group.where}"
+        if name in where:
+            about = f"{'learns' if actor.is_trained else 'frozen'} on {where[name]}"
         models.append(f"{name}: {actor.model} ({about})")
     noun = "pair" if plan.algorithm.reads_pairs else "row"
     work = f"{config.algorithm}: " + ("sessions" if config.online.on else f"streamed {noun}s")
@@ -192,12 +192,9 @@ def loaded(trainer: RunState) -> str:
         episodes = counted(config.group_size, "episode")
         of_step = f"{counted(config.tasks_per_step, 'task')} x {episodes}"
     work += f"{counted(config.num_steps, 'step')} of {of_step}"
-    unsaved = "--resume: no checkpoint yet; " if config.resume else ""
-    start = f"{unsaved}begins at step 0, in {trainer.out}"
-    if trainer.checkpoint:
-        start = f"--resume: continues from step {trainer.step} of {config.num_steps}"
-        if trainer.step == config.num_steps:
-            start += "; a higher --num_steps trains on"
+    start = f"begins at step 0, in {trainer.out}"
+    if config.resume:
+        start = f"--resume: {resumed(trainer)}"
     lines = [", ".join(models), work, f"{devices(trainer)}; {start}"]
     if sys.platform == "darwin":
         lines.append(MACOS)
@@ -206,6 +203,14 @@ def loaded(trainer: RunState) -> str:
             lines.append(f"{name} {own_settings(actor)}")
     lines += [engine.shortage for engine in trainer.device.engines if engine.shortage]
     return "\n".join(lines)
+
+
+def resumed(trainer: RunState) -> str:
+    if trainer.checkpoint is None:
+        return f"no checkpoint yet; begins at step 0, in {trainer.out}"
+    num_steps = trainer.config.num_steps
+    more = "; a higher --num_steps trains on" if trainer.step == num_steps else ""
+    return f"continues from step {trainer.step} of {num_steps}{more}"
 
 
 def own_settings(actor: ActorConfig) -> str:
@@ -222,11 +227,8 @@ def size_of(learner: Learner) -> str:
     text = f"{short(total)} parameters"
     if trained != total:
         text += f", {short(trained)} trained"
-    rules: dict[str, int] = {}
-    for group in learner.optimizer.param_groups:
-        if rule := group.get("rule"):
-            rules[rule] = rules.get(rule, 0) + sum(weight.numel() for weight in group["params"])
-    text += "".join(f", {rule} {short(num)}" for rule, num in rules.items())
+    if "rule" in learner.optimizer.param_groups[0]:
+        text += parameters_by_rule(learner)
     adapters = learner.policy.adapters.values()
     if adapters and not any(adapter.target_parameters for adapter in adapters):
         from rl_core.learning.lora import experts_of
@@ -234,6 +236,14 @@ def size_of(learner: Learner) -> str:
         if experts := experts_of(learner.policy.hf):
             text += f"; no adapters on {', '.join(experts)}"
     return text
+
+
+def parameters_by_rule(learner: Learner) -> str:
+    """Numbers of parameters by the optimizer's rule, as of Muon."""
+    rules: Counter[str] = Counter()
+    for group in learner.optimizer.param_groups:
+        rules[group["rule"]] += sum(weight.numel() for weight in group["params"])
+    return "".join(f", {rule} {short(num)}" for rule, num in rules.items())
 
 
 def devices(trainer: RunState) -> str:

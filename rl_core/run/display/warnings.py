@@ -206,8 +206,14 @@ class RunWarnings:
         self.history: dict[str, list[float]] = {}
         # (kind, metric) -> the last step at which the warning held, its text.
         self.now: dict[tuple[str, str], tuple[int, str]] = {}
+        self.reasons: set[str] = set()  # Of failed episodes.
+        if (out / "metrics.jsonl").exists() or self.file.exists():
+            self.read(out / "metrics.jsonl")
+
+    def read(self, metrics: Path) -> None:
+        """Reads the steps of a resumed run, and drops warnings of later steps."""
         last_step = -1
-        for row in read_lines(out / "metrics.jsonl"):
+        for row in read_lines(metrics):
             last_step = row["step"]
             if "time/step_s" in row:  # Not an evaluation.
                 self.look(last_step, row)

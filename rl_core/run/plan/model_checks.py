@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from rl_core.config import Config, LoraConfig
+from rl_core.config import ActorConfig, AlgoConfig, Config, CriticConfig, LoraConfig
 from rl_core.config.learner import PARTS
 from rl_core.data.chat import Chat, ToolReader, load_chat
 from rl_core.errors import split
@@ -26,6 +26,26 @@ def checked_chat(config: Config, name: str) -> Chat:
 
         refuse_reward_model(actor.model)
     check_positions(config, actor.model, model_config)
+    check_kernels(config, model_config, actor.lora if actor.is_trained else None)
+    settings = config.of(name)
+    is_changed = actor != ActorConfig(model=actor.model) or settings.critic != CriticConfig()
+    is_changed |= settings.learner.train is not None or settings.algo != AlgoConfig()
+    if is_changed or config.ep != 1:
+        check_model_options(config, name, model_config)
+    variables = config.chat_template_kwargs | actor.chat_template_kwargs
+    chat = load_chat(actor.model, actor.chat_template, variables, tool_calls, config.data)
+    if variables:
+        from rl_core.data.template_variables import check_variables
+
+        check_variables(chat.tokenizer, variables, "--chat_template_kwargs")
+    check_vocabulary(chat, model_config.get_text_config().vocab_size, actor.model)
+    return chat
+
+
+def check_model_options(config: Config, name: str, model_config: PretrainedConfig) -> None:
+    """Raises ValueError if the model does not support experts' flags, adapters, a critic, a teacher
+    or a reference that were asked for."""
+    actor, settings = config.actors[name], config.of(name)
     if actor.router_replay:
         from rl_core.learning.router_replay import check_replay
 
@@ -34,22 +54,21 @@ def checked_chat(config: Config, name: str) -> Chat:
         from rl_core.learning.moe import check_experts
 
         check_experts(config, name, model_config)
-    settings = config.of(name)
-    if actor.is_trained and settings.learner.train is not None:
+    if not actor.is_trained:
+        return
+    if settings.learner.train is not None:
         check_trained_parts(config, name, model_config)
-    if actor.is_trained and actor.lora.rank:
+    if actor.lora.rank:
         from rl_core.learning.lora import LANGUAGE, check_lora
 
         parts = split(settings.learner.train) or LANGUAGE
         check_lora(actor.lora, model_config, parts)
-    check_kernels(config, model_config, actor.lora if actor.is_trained else None)
-    if actor.is_trained and config.ep != 1:
+    if config.ep != 1:
         from rl_core.models.parallel.expert_parallel import check_expert_parallel
 
         check_expert_parallel(config.ep, model_config, actor.lora)
-    num_rows = model_config.get_text_config().vocab_size
-    critic_model = settings.critic.model
-    if actor.is_trained and critic_model:
+    if critic_model := settings.critic.model:
+        num_rows = model_config.get_text_config().vocab_size
         num_values = read_other(config, critic_model).get_text_config().vocab_size
         if num_values != num_rows:
             raise ValueError(
@@ -57,20 +76,12 @@ def checked_chat(config: Config, name: str) -> Chat:
                 f"that of {name} has {num_rows}: a critic reads the actor's tokens; take a model "
                 "of the same family"
             )
-    if actor.is_trained and (settings.algo.teacher or settings.algo.reference):
+    if settings.algo.teacher or settings.algo.reference:
         from rl_core.learning.teachers.build_teacher import check_teachers, frozen_models
 
         for path in frozen_models(settings).values():
             read_other(config, path)
         check_teachers(settings, name)
-    variables = config.chat_template_kwargs | actor.chat_template_kwargs
-    chat = load_chat(actor.model, actor.chat_template, variables, tool_calls, config.data)
-    if variables:
-        from rl_core.data.template_variables import check_variables
-
-        check_variables(chat.tokenizer, variables, "--chat_template_kwargs")
-    check_vocabulary(chat, num_rows, actor.model)
-    return chat
 
 
 def tool_calls(chat: Chat) -> ToolReader:

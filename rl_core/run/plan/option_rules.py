@@ -14,6 +14,12 @@ from rl_core.learning.options import OPTIMIZERS
 
 # Flags whose values are the names of a table.
 CHOICES = {"engine": ENGINES, "optim.name": OPTIMIZERS}
+# (flag, value, library that it needs, extra of setup.py)
+EXTRAS = (
+    ("optim.name", "adamw8bit", "bitsandbytes", "bnb"),
+    ("learner.kernels", "liger", "liger_kernel", "liger"),
+    ("agents.response_format", "enforce", "llguidance", "grammar"),
+)
 
 
 def check_options(config: Config) -> None:
@@ -24,23 +30,19 @@ def check_options(config: Config) -> None:
             value = attrgetter(flag)(settings)
             if value not in (*table, "auto"):
                 raise ValueError(f"--{flag}={value} is unknown; {nearest(value, table)}")
-        if settings.optim.name == "adamw8bit":
-            require("bitsandbytes", "--optim.name=adamw8bit", "bnb")
+        for flag, value, library, extra in EXTRAS:
+            if attrgetter(flag)(settings) == value:
+                require(library, f"--{flag}={value}", extra)
         if config.device == "mps":
             refuse(OF_MPS, c=settings)
         if settings.learner.logprob_microbatch_tokens:
             refuse(OF_INFERENCE, c=settings)
-    if config.learner.kernels == "liger":
-        require("liger_kernel", "--learner.kernels=liger", "liger")
-    if config.agents.response_format == "enforce":
-        require("llguidance", "--agents.response_format=enforce", "grammar")
     if config.actors != {"policy": ActorConfig(model=config.model)}:
         check_actors(config)
-        if any(actor.api for actor in config.actors.values()):
+    for actor in config.actors.values():
+        if actor.api:
             from rl_core.engines.api_dialects import dialect_of
 
-            for actor in config.actors.values():
-                if actor.api:
-                    require(dialect_of(actor.api)[0].package, "--actors.NAME.api", "api")
+            require(dialect_of(actor.api)[0].package, "--actors.NAME.api", "api")
     if config.envs or "," in (config.env_path or ""):
         check_envs(config)

@@ -304,7 +304,8 @@ def export_policy(
         # save_pretrained() restores the names of the original checkpoint.
         plain.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
-        copy_processor_files(base, scratch)
+        if base and plain.config.sub_configs:
+            copy_processor_files(base, scratch)
 
 
 def plain_model(policy: Policy) -> PreTrainedModel:
@@ -348,7 +349,7 @@ def copy_processor_files(base: str, folder: Path) -> None:
     """Copies PROCESSOR_FILES of the model `base`, without chat templates."""
     from transformers.utils import cached_file
 
-    for name in PROCESSOR_FILES if base else ():
+    for name in PROCESSOR_FILES:
         with suppress(OSError):  # The model has no such file.
             if file := cached_file(base, name, _raise_exceptions_for_missing_entries=False):
                 settings = json.loads(Path(file).read_text(encoding="utf-8"))

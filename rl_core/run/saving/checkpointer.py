@@ -125,8 +125,10 @@ class Checkpointer(Plugin):
         has_learned = any(learner.num_updates for learner in trained)
         has_learned |= len(self.trainer.learners) < len(self.trainer.config.trained)
         is_whole = self.saved_step == num_steps and not self.trainer.signal
-        if not trained or not is_whole or has_learned:
-            return
+        if trained and is_whole and not has_learned:
+            self.refuse_no_update(num_steps)
+
+    def refuse_no_update(self, num_steps: int) -> None:
         text = (
             f"none of {num_steps} steps made an update, because no samples carried a signal: "
             "the model is as it was; look at the rewards by rl-core show, or train longer by "

@@ -186,9 +186,13 @@ def check_resumed(config: Config) -> None:
 def keep_first(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
     """Writes a YAML file, or leaves the file of the first run. Returns name -> (was, is) of
     settings that differ."""
-    if not path.exists():
-        write_whole(path, text)
-        return {}
+    if path.exists():
+        return changes_of(path, text)
+    write_whole(path, text)
+    return {}
+
+
+def changes_of(path: Path, text: str) -> dict[str, tuple[JSON, JSON]]:
     before, after = flat(read_config(path)), flat(yaml.safe_load(text))
     changes = {}
     for name in dict.fromkeys([*before, *after]):
