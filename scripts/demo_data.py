@@ -26,7 +26,7 @@ from script_tools import ROOT, make_parser, write_rows
 
 from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import load_env
-from rl_core.sampling.episode import merged
+from rl_core.sampling.turn_views import merged
 from rl_core.types import Message, counter_seed
 
 ENVS = ROOT / "envs"

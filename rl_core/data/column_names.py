@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rl_core.data.context_columns import CONTEXT_COLUMNS
 from rl_core.data.messages import json_value
-from rl_core.data.task_rows import CONTEXT_COLUMNS, PROMPT_COLUMNS
+from rl_core.data.task_rows import PROMPT_COLUMNS
 from rl_core.errors import nearest
 from rl_core.types import JSON, Row
 

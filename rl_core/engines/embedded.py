@@ -30,8 +30,8 @@ from torch import Tensor
 
 from rl_core.config import Config
 from rl_core.engines.kv_slots import (
+    ForwardImages,
     RowParams,
-    Sight,
     Snapshot,
     bytes_per_token,
     device_memory,
@@ -436,11 +436,11 @@ class EmbeddedEngine(Engine):
         if self._batch is None:
             self._batch = self._make_batch()
         batch = self._batch
-        tokens, sight = batch.tokens[:, None], {}
+        tokens, images = batch.tokens[:, None], {}
         if self._vision is not None:
             tokens = self._vision.model_ids(tokens)
         if batch.shifts is not None:
-            sight["sight"] = Sight(position_ids=(batch.columns + batch.shifts)[:, None])
+            images["images"] = ForwardImages(position_ids=(batch.columns + batch.shifts)[:, None])
         with self._using_adapters(batch.requests):
             hidden = self._slots.forward(
                 self._cache,
@@ -449,7 +449,7 @@ class EmbeddedEngine(Engine):
                 batch.columns,
                 batch.longest + 1,
                 is_even=batch.is_even,
-                **sight,
+                **images,
             )
         if self._row_params is None:
             self._row_params = self._params_of(batch.requests)
@@ -587,10 +587,13 @@ class EmbeddedEngine(Engine):
         numbers = self._to_device([starts, sizes, *zip(*padded, strict=True)], torch.long)
         length = max(map(sum, zip(starts, sizes, strict=True)))
         rows = slice(requests[0].row, requests[-1].row + 1)
-        tokens, sight = numbers[2:].T, {}
+        tokens, images = numbers[2:].T, {}
         if self._vision is not None:
             if any(request.images for request in requests):
-                sight["sight"] = self._sight(requests, starts, padded)
+                from rl_core.engines.forward_images import images_of
+
+                views = [(r.images, r.positions) for r in requests]
+                images["images"] = images_of(self._vision, views, starts, padded)
             tokens = self._vision.model_ids(tokens)
         with self._using_adapters(requests):
             hidden = self._slots.forward(
@@ -600,38 +603,9 @@ class EmbeddedEngine(Engine):
                 numbers[0] if any(starts) else None,
                 length,
                 numbers[1] if min(sizes) < longest else None,
-                **sight,
+                **images,
             )
         return hidden[torch.arange(len(requests), device=hidden.device), numbers[1] - 1]
-
-    def _sight(
-        self, requests: list[GenerationRequest], starts: list[int], padded: list[list[int]]
-    ) -> Sight:
-        """Images and positions of the padded pieces of requests that begin at `starts`."""
-        assert self._vision is not None
-        ids, images, rows = torch.tensor(padded), {}, []
-        num_axes = max(r.positions.shape[0] for r in requests if r.positions is not None)
-        for request, start in zip(requests, starts, strict=True):
-            images |= request.images
-            row = torch.arange(start, start + ids.shape[1]).repeat(num_axes, 1)
-            if request.positions is not None:
-                known = request.positions[:, start : start + ids.shape[1]]
-                row[:, : known.shape[1]] = known
-            rows.append(row)
-        positions = torch.stack(rows, 1)  # [axes, n, S]
-        seen = self._vision.images_in(ids, images)
-        family, blocks = self._vision.family, None
-        if family.sees_ahead and seen:
-            is_image = (ids < 0).int()
-            starts_block = is_image.diff(dim=1, prepend=is_image.new_zeros(len(ids), 1)) > 0
-            blocks = (starts_block.cumsum(1) * is_image).to(self.model.device)
-        return Sight(
-            position_ids=(positions if num_axes > 1 else positions[0]).to(self.model.device),
-            model=self._vision.model if seen else None,
-            tensors=self._vision.tensors(seen) | self._vision.token_types(ids),
-            blocks=blocks,
-            in_full_attention=family.sees_ahead == "everywhere",
-        )
 
     def _to_device(self, rows: Sequence[Numbers | float], dtype: torch.dtype) -> Tensor:
         device, is_gpu = self.model.device, self.model.device.type == "cuda"

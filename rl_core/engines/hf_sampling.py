@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from rl_core.engines.kv_slots import Sight, SlotModel, evaluating, logits_of
+from rl_core.engines.kv_slots import ForwardImages, SlotModel, evaluating, logits_of
 from rl_core.learning.padded_forward import ERRORS, own_attention, own_layers
 from rl_core.models import attention
 from rl_core.models.attention import set_attention
@@ -118,20 +118,20 @@ class RowModel:
         length: int,
         sizes: Tensor | None = None,
         is_even: bool = False,
-        sight: Sight | None = None,
+        images: ForwardImages | None = None,
     ) -> Tensor:
         """[n, S, hidden size]; every position has the hidden state of the row's last token.
-        `sight`: of one row if it has images."""
+        `images`: of one row if it has images."""
         nums = [tokens.shape[1]] * len(tokens) if sizes is None else sizes.tolist()
         hidden = []
         for number, (ids, size) in enumerate(zip(tokens, nums, strict=True)):
             row = rows.start + number
             kept = None if starts is None else cache.rows[row]
             inputs = {"input_ids": ids[None, :size], self.cache_name: kept}
-            if sight is not None:
-                positions = sight.position_ids[..., number : number + 1, :size]
-                inputs |= {"position_ids": positions, **sight.tensors}
-            decoder = self.decoder if sight is None else sight.model or self.decoder
+            if images is not None:
+                positions = images.position_ids[..., number : number + 1, :size]
+                inputs |= {"position_ids": positions, **images.tensors}
+            decoder = self.decoder if images is None else images.model or self.decoder
             last, cache.rows[row] = self.read(decoder, use_cache=True, **inputs)
             hidden.append(last)
         return torch.stack(hidden)[:, None].expand(-1, tokens.shape[1], -1)

@@ -204,7 +204,7 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 @dataclass(kw_only=True, slots=True)
-class Sight:
+class ForwardImages:
     """The images and positions of one forward."""
 
     position_ids: Tensor  # [n, S], or [3, n, S] for tokens of images.
@@ -262,11 +262,11 @@ class SlotModel:
         length: int,
         sizes: Tensor | None = None,
         is_even: bool = False,
-        sight: Sight | None = None,
+        images: ForwardImages | None = None,
     ) -> Tensor:
         """Hidden states [n, S, hidden size] of tokens [n, S] at columns `starts` [n] of their rows,
         by default 0. `length`: length of the longest row with them. `sizes` [n]: numbers of
-        tokens without padding. is_even: all rows have one length. `sight`: None if no row has an
+        tokens without padding. is_even: all rows have one length. `images`: None if no row has an
         image."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)[None]
         position_ids = positions = columns if starts is None else starts[:, None] + columns
@@ -281,10 +281,10 @@ class SlotModel:
             numbers=torch.arange(rows.start, rows.stop, device=tokens.device)[:, None],
             positions=positions,
         )
-        if sight is not None:
-            plan.blocks, plan.in_full_attention = sight.blocks, sight.in_full_attention
-            decoder = sight.model or self.decoder
-            inputs = {"input_ids": tokens, "position_ids": sight.position_ids, **sight.tensors}
+        if images is not None:
+            plan.blocks, plan.in_full_attention = images.blocks, images.in_full_attention
+            decoder = images.model or self.decoder
+            inputs = {"input_ids": tokens, "position_ids": images.position_ids, **images.tensors}
             return decoder(**inputs, use_cache=False, slot_plan=plan).last_hidden_state
         return self.hidden(tokens, position_ids, plan)
 
@@ -363,30 +363,12 @@ def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:
         logits = logits / temperatures[:, None]
     kept = logits.new_zeros(params.num_kept, len(logits))
     if params.num_ordered:
+        from rl_core.engines.sampling_limits import truncated_logits
+
         logits, kept = truncated_logits(logits, top_k, top_p, min_p, params.num_ordered)
         kept = kept[:, : params.num_kept].T
     sampled = sample_tokens(logits, uniforms, None if params.is_drawn else greedy.bool())
     return torch.cat([sampled.T, kept])
-
-
-def truncated_logits(
-    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, num_ordered: int
-) -> tuple[Tensor, Tensor]:
-    """(logits [n, V] with -inf for ids that top-k, then top-p of the rest, then min-p exclude; the
-    remaining ids [n, num_ordered], most likely first, padded with -1). Limits [n] are per row;
-    every row keeps at most num_ordered ids."""
-    if num_ordered < logits.shape[-1]:
-        ordered, order = logits.topk(num_ordered)  # Cheaper than sorting the vocabulary.
-    else:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill((rank >= top_k[:, None]) & (top_k[:, None] > 0), -torch.inf)
-    probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    excluded = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
-    ordered = ordered.masked_fill(excluded, -torch.inf)
-    kept = order.masked_fill(ordered.isneginf(), -1)
-    return torch.full_like(logits, -torch.inf).scatter_(-1, order, ordered), kept
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> Tensor:

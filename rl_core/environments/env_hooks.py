@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.data.messages import shorten
 from rl_core.environments.file_hash import hash_of
-from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import ARGUMENTS, OF_GROUP, SPOKEN, Env
-from rl_core.sampling.episode import TurnLoop, checked, is_list
+from rl_core.sampling.episode import TurnLoop, is_list
 from rl_core.sampling.hooks import Hook, describe_error, refuse_none
 from rl_core.sampling.reward_parts import finite
 from rl_core.sandbox import run_flags
-from rl_core.types import Row, RunError, Task, Trajectory
+from rl_core.types import Row, RunError
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig
@@ -88,11 +87,16 @@ def make_env(
         name_prefix=has.get("name_prefix", False),
         truncated_reward=has.get("truncated_reward"),
     )
+    rollout = turn_loop.rollout
+    if "rollout" in hooks:
+        from rl_core.sampling.own_rollout import play
+
+        rollout = partial(play, hooks["rollout"])
     advantage_fn = has.get("advantage_fn")
     return Env(
         name=Path(path.partition("?")[0]).stem,
         path=path,
-        rollout=partial(play, hooks["rollout"]) if "rollout" in hooks else turn_loop.rollout,
+        rollout=rollout,
         hooks=hooks,
         turn_loop=turn_loop,
         load_tasks=has.get("load_tasks") and partial(rows_of, has["load_tasks"], path=path),
@@ -104,12 +108,6 @@ def make_env(
         check_machine=check_machine,
         code=module.heard_code if "://" in path else partial(str, hash_of(module)),
     )
-
-
-async def play(hook: Hook, task: Task, actors: EpisodeActors) -> list[Trajectory]:
-    """Plays an episode by the file's rollout()."""
-    returned = await hook(task, {"task": task, "actors": actors})
-    return checked(returned, hook.path, actors)
 
 
 def make_hooks(

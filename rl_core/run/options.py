@@ -116,7 +116,7 @@ def evaluation_plugins(trainer: RunState) -> Iterator[Plugin]:
 
     yield EpisodeMetrics(trainer)
     if config.keep_best:
-        from rl_core.run.saving.checkpointer import BestKeeper
+        from rl_core.run.saving.best_keeper import BestKeeper
 
         yield BestKeeper(trainer)
     if config.print_samples:

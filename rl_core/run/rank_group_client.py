@@ -16,7 +16,7 @@ from pathlib import Path
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.engines.rank_groups import RankGroup
 from rl_core.engines.remote import EngineClient, RemoteEngine, engines_at, received_metrics
-from rl_core.learning.minibatches import from_bytes, to_bytes
+from rl_core.learning.sample_exchange import from_bytes, to_bytes
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.engine import EngineDied
 from rl_core.types import JSON, JSONObject, RunError, TrainingSample

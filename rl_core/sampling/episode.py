@@ -6,19 +6,17 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 from rl_core.data.canonical_messages import canonical_messages
-from rl_core.data.episodes import baseline_groups
-from rl_core.data.messages import shorten, with_text_arguments, without_prefix
+from rl_core.data.messages import without_prefix
 from rl_core.data.task_rows import row_tools
-from rl_core.data.thoughts import without_thoughts
 from rl_core.errors import nearest
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.conversation import Conversation
-from rl_core.sampling.hooks import Hook, refuse_none, wait_for_all
-from rl_core.sampling.reward_parts import add_parts, finite, plain, reward_values
-from rl_core.types import JSON, JSONObject, Message, Task, Trajectory
+from rl_core.sampling.hooks import Hook, wait_for_all
+from rl_core.sampling.reward_parts import add_parts, finite, reward_values
+from rl_core.types import JSONObject, Message, Task, Trajectory
 
 # Separates two turns of one actor, because many chat templates and servers refuse consecutive
 # assistant messages.
@@ -26,7 +24,6 @@ CONTINUE = [{"role": "user", "content": "Continue."}]
 
 
 T = TypeVar("T")
-Content: TypeAlias = str | list[JSONObject]  # A text, or parts with texts and images.
 
 
 class TurnOrder(Protocol):
@@ -141,9 +138,10 @@ class Episode:
             key = await self.call(self.turn_loop.hooks["state_key"], name)
         if num_replies:
             heard = self.new_messages_for(name) or CONTINUE
-            joined = joined_to_tools(heard) if len(self.actors) > 1 else heard
-            if len(joined) < len(heard) and not conversation.accepts(heard):
-                heard = joined
+            if len(self.actors) > 1:
+                from rl_core.sampling.turn_views import accepted
+
+                heard = accepted(heard, conversation)
             await conversation.respond(heard, state_key=key)
         elif not (conversation.tokens_left < 1 and self.speaker):
             # A task without room for the first turn raises an error; a later actor is skipped.
@@ -199,6 +197,8 @@ class Episode:
             messages = without_prefix(messages)[0]
         messages += self.new_messages_for(name)
         if len(self.actors) > 1:
+            from rl_core.sampling.turn_views import merged
+
             messages = merged(messages)
         return self.actors[name].converse(messages, self.turn_loop.tools_of(self.task))
 
@@ -209,16 +209,9 @@ class Episode:
         messages = self.messages[self.num_seen[name] :]
         if len(self.actors) == 1:
             return messages
-        prefix, heard, has_spoken = self.turn_loop.name_prefix, [], False
-        for message in messages:
-            if message["role"] == "assistant" and "name" in message:
-                has_spoken = True
-                message = as_user(message, turn_text(message), prefix)
-            elif message["role"] == "tool" and has_spoken:
-                # This actor's conversation does not hold the call that the message answers.
-                message = as_user(message, message.get("content") or "", prefix)
-            heard.append(message)
-        return merged(heard)
+        from rl_core.sampling.turn_views import heard_by_another
+
+        return heard_by_another(messages, self.turn_loop.name_prefix)
 
     async def score(self, names: Sequence[str]) -> None:
         """Sets each actor's reward."""
@@ -274,87 +267,6 @@ def read_answer(answer: object, path: str, ends: bool) -> tuple[list[Message], f
         raise ValueError(f"{source} {error}") from None
 
 
-def turn_text(message: Message) -> str:
-    """Text of an actor's turn for other actors: without thoughts, and each tool call as a line
-    NAME(ARGUMENTS) with the arguments as JSON."""
-    text = without_thoughts(message.get("content") or "")
-    lines = [text] if text else []
-    for call in message.get("tool_calls") or ():
-        function = with_text_arguments(call)["function"]
-        lines.append(f"{function['name']}({function['arguments']})")
-    return "\n".join(lines)
-
-
-def as_user(message: Message, content: Content, name_prefix: bool) -> Message:
-    """The content of another actor or of a tool as a user message, optionally behind its name."""
-    if name_prefix:
-        content = joined(f"{message.get('name', message['role'])} says: ", content)
-    return {"role": "user", "content": content}
-
-
-def joined(*contents: Content) -> Content:
-    """One content: a text, or a list of parts if one of them has an image."""
-    parts: list[JSONObject] = []
-    for content in contents:
-        for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            if parts and parts[-1]["type"] == item["type"] == "text":
-                item = {"type": "text", "text": parts.pop()["text"] + item["text"]}
-            parts.append(item)
-    return parts if len(parts) > 1 or parts[0]["type"] == "image" else parts[0]["text"]
-
-
-def joined_to_tools(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which each user message behind a tool message is appended to the tool message,
-    for chat templates that allow only an assistant after a tool."""
-    result: list[Message] = []
-    for message in messages:
-        if result and result[-1]["role"] == "tool" and message.get("role") == "user":
-            last = result.pop()
-            content = joined(last.get("content") or "", "\n\n", message["content"])
-            message = last | {"content": content}
-        result.append(message)
-    return result
-
-
-def merged(messages: Sequence[Message]) -> list[Message]:
-    """Messages with consecutive user messages merged, separated by a blank line."""
-    result: list[Message] = []
-    for message in messages:
-        if result and result[-1].get("role") == message.get("role") == "user":
-            last = result.pop()
-            message = last | {"content": joined(last["content"], "\n\n", message["content"])}
-        result.append(message)
-    return result
-
-
-def checked(returned: object, path: str, actors: EpisodeActors) -> list[Trajectory]:
-    """Validated result of the user's rollout(). Raises ValueError unless it is a list of scored
-    trajectories."""
-    refuse_none(returned, "rollout()", path)
-    if not returned or not is_list(returned, Trajectory):
-        raise ValueError(
-            f"{path}: what rollout() returned is {shorten(returned)}; it must be a list of at "
-            "least one Trajectory: return [reply.trajectory(reward=...)]"
-        )
-    last = [id(t.turns[-1]) for t in returned if t.turns]
-    if len(set(last)) < len(last):
-        raise ValueError(
-            f"{path}: two trajectories of rollout() end in the same reply; fork() it before"
-        )
-    for t in returned:
-        check_name(path, t.actor, actors, "a trajectory that rollout() returned")
-        source = f"{path}: a trajectory of {t.actor!r} that rollout() returned"
-        t.reward = finite(t.reward, f"the reward of {source}")
-        if t.turn_rewards and len(t.turn_rewards) != len(t.turns):
-            raise ValueError(
-                f"{source} has {len(t.turn_rewards)} turn_rewards for {len(t.turns)} turns"
-            )
-        # Records and checkpoints are JSON.
-        t.turn_rewards = [plain(value) for value in t.turn_rewards]
-        t.metrics = {name: plain(value) for name, value in t.metrics.items()}
-    return list(returned)
-
-
 def is_list(value: object, kind: type[T] | UnionType) -> TypeGuard[list[T]]:
     return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
 
@@ -365,45 +277,3 @@ def check_name(path: str, name: str, names: Collection[str], where: str) -> None
         raise ValueError(
             f"{path}: {where}: {name!r} is not an actor; {nearest(str(name), sorted(names))}"
         )
-
-
-async def group_rewards(
-    hooks: Sequence[Hook], task: Task, trajectories: Sequence[Trajectory], actors: EpisodeActors
-) -> list[tuple[Hook, list[Trajectory], list[float | None]]]:
-    """(hook, trajectories, a value for each) of the batched rewards of one group. Each hook is
-    called once per actor and player, with the trajectories that did not fail. Raises the errors of
-    hooks, and ValueError unless a hook returns one finite number for each trajectory."""
-    calls = []
-    for group in baseline_groups(trajectories):
-        calls += [group_reward(hook, task, group, actors) for hook in hooks]
-    return await wait_for_all(calls)
-
-
-async def group_reward(
-    hook: Hook, task: Task, group: list[Trajectory], actors: EpisodeActors
-) -> tuple[Hook, list[Trajectory], list[float | None]]:
-    arguments = {"trajectories": group, "task": task, "prompt": task.messages}
-    values: JSON = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
-    source = f"{hook.path}: what {hook.name}() returned"
-    refuse_none(values, f"{hook.name}()", hook.path)
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)) or len(values) != len(group):
-        raise ValueError(
-            f"{source} is {shorten(values)}; it must be a list of {len(group)} numbers, one for "
-            "each trajectory"
-        )
-    numbers = [v if v is None else finite(v, f"a number in {source}") for v in values]
-    return hook, group, numbers
-
-
-def add_group_rewards(rewards: list[tuple[Hook, list[Trajectory], list[float | None]]]) -> None:
-    """Adds the result of group_rewards() to the trajectories."""
-    for hook, group, values in rewards:
-        for t, value in zip(group, values, strict=True):
-            add_parts(t.reward_parts, t.metrics, hook, {hook.name: value})
-            if value is None:
-                continue
-            assert t.reward is not None
-            t.reward += hook.weight * value
-            if t.turn_rewards:
-                t.turn_rewards[-1] += hook.weight * value

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rl_core.config import RL, ActorConfig, Config, LoraConfig, checked, read_config
 from rl_core.config.actors import URL
 from rl_core.errors import counted
-from rl_core.run.plan.model_paths import check_plays
+from rl_core.run.plan.model_errors import check_plays
 from rl_core.run.plan.path_checks import ROWS, check_inputs
 from rl_core.tools.parser import Parser
 from rl_core.train import say_loading
@@ -120,7 +120,7 @@ def check_env_is_named(model: str, flags: list[str]) -> None:
     """Raises ValueError if no flag names the environment, which a run of RL has in its config."""
     if names_env(flags) or not config_files(model):
         return
-    from rl_core.run.saving.run_files import read_config
+    from rl_core.run.saving.resumed_config import read_config
 
     of_run = [read_config(file).get("algorithm") for file in config_files(model)]
     has_none = f": {model} is of a run of --algorithm {of_run[0]}, without one"
@@ -139,7 +139,7 @@ def flags_of_run(model: str) -> list[str] | None:
     """--config of the reinforcement learning that made a model; None if there is none."""
     for path in config_files(model):
         if (path.parent / "hf").is_dir():
-            from rl_core.run.saving.run_files import read_config
+            from rl_core.run.saving.resumed_config import read_config
 
             return ["--config", str(path)] if read_config(path).get("algorithm") in RL else None
     return None

@@ -118,7 +118,7 @@ def no_episodes(run: Path, asked: str, steps: list[int], is_eval: bool) -> str:
 def describe_steps(run: Path, steps: list[int], is_eval: bool) -> str:
     """The steps with episodes, or the reason why there are none."""
     from rl_core.config import RL
-    from rl_core.run.saving.run_files import read_config
+    from rl_core.run.saving.resumed_config import read_config
 
     if len(set(steps)) > MOST_STEPS:
         return f"{len(set(steps))} from {min(steps)} to {max(steps)}"

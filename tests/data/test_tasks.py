@@ -14,9 +14,10 @@ from torch.utils.data import ConcatDataset
 
 from rl_core.data import rows as rows_of
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
+from rl_core.data.context_columns import CONTEXT_COLUMNS
 from rl_core.data.rows import row_place
 from rl_core.data.tables import JsonLines, load_other
-from rl_core.data.task_rows import CONTEXT_COLUMNS, RowOrder, TaskSource, make_task, shown_columns
+from rl_core.data.task_rows import RowOrder, TaskSource, make_task, shown_columns
 from rl_core.data.tasks.task_mix import TaskMix
 from rl_core.data.warnings.data_warnings import epoch_warnings
 

@@ -17,7 +17,7 @@ from rl_core import Config
 from rl_core.metrics import Mean
 from rl_core.run.process.joining import init_ranks
 from rl_core.run.run_folder import RunLog
-from rl_core.run.saving.checkpointer import BestKeeper
+from rl_core.run.saving.best_keeper import BestKeeper
 from rl_core.train import main
 
 # Does `what` at the 20th call: within the second step of 16 episodes on one rank.

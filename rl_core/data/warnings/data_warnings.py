@@ -8,14 +8,12 @@ from itertools import islice, product
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.data.chat import Chat
-from rl_core.data.messages import shorten
-from rl_core.data.rows import CHECKED_ROWS, row_place
-from rl_core.data.task_rows import SYSTEM_COLUMNS, Tasks, TaskSource, row_tools, row_variables
-from rl_core.data.warnings.column_use import NUM_ROWS, ColumnUse, column_use
+from rl_core.data.rows import CHECKED_ROWS
+from rl_core.data.task_rows import Tasks, TaskSource, row_tools, row_variables
+from rl_core.data.warnings.column_use import NUM_ROWS, column_use
 from rl_core.sampling.env import Env
 from rl_core.types import JSONObject, Task
 
-MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
 NUM_TRAIN_ROWS = 20_000  # Training rows of each source among which held-out rows are searched.
 
 
@@ -147,56 +145,9 @@ def column_warnings(
         use = column_use(config, source, env, chat)
         has_prompts = env and env.turn_loop.system_prompts
         if has_prompts or use.remarks or use.lost or use.long or use.keys or use.equal:
+            from rl_core.data.warnings.use_warnings import use_warnings
+
             yield from use_warnings(use, warned.setdefault(source.env, set()))
-
-
-def use_warnings(use: ColumnUse, warned: set[str]) -> Iterator[str]:
-    """Warnings about the columns and messages of a data set. `warned`: columns and remarks of the
-    environment that were warned of before; it grows."""
-    source, env = use.source, use.env
-    among = f"of the first {use.num_rows} rows of {source.env}"
-
-    def is_new(about: str) -> bool:
-        is_known = about in warned
-        warned.add(about)
-        return not is_known
-
-    for remark, rows in use.remarks.items():
-        if is_new(remark):
-            location = row_place(rows[0], source.files, source.split)
-            yield f"{len(rows)} {among}, such as {location}: {remark}"
-    for column, num in use.lost.items():
-        if is_new(column):
-            from rl_core.data.warnings.unread_columns import fix_of
-
-            prompt = use.named.prompt
-            yield (
-                f"column {column!r}, which {num} {among} have, is not read: prompts are made "
-                f"of {', '.join(prompt)}; {fix_of(column, prompt, use.lost, use.nested)}"
-            )
-    if use.equal >= MIN_EQUAL and 2 * use.equal > use.num_rows and is_new("equal"):
-        yield (
-            f"{use.equal} {among} have the same prompt, {shorten(use.equal_prompt)}; "
-            "--data.columns prompt=NAME reads another column"
-        )
-    if others := [repr(column) for column in use.long if is_new(column)]:
-        yield (
-            f"nothing reads the long texts or lists in {', '.join(others)} {among}; "
-            "--data.columns NAME=COLUMN reads one (docs/runs.md)"
-        )
-    if keys := [repr(key) for key in use.keys if is_new(f"key {key}")]:
-        yield (
-            f"nothing reads the keys {', '.join(keys)} of assistants' messages {among}; "
-            '"train": false leaves a message out of the loss (docs/sft.md)'
-        )
-    if not env or not env.turn_loop.system_prompts:
-        return
-    replaced = [column for column in SYSTEM_COLUMNS if column in use.named.prompt]
-    if replaced and is_new("system_prompts"):
-        yield (
-            f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "
-            f"actors {', '.join(env.turn_loop.system_prompts)} do not read it"
-        )
 
 
 def tool_warnings(

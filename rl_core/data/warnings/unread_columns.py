@@ -7,16 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rl_core.config import Config
+from rl_core.data.context_columns import CONTEXT_COLUMNS, SYSTEM_COLUMNS
 from rl_core.data.image_columns import MARK, holds_image, holds_pixels
 from rl_core.data.image_parts import IMAGE_COLUMNS, SIDE_IMAGES, has_image
 from rl_core.data.messages import is_filled, text_of
-from rl_core.data.task_rows import (
-    CONTEXT_COLUMNS,
-    CONVERSATIONS,
-    PROMPT_COLUMNS,
-    SYSTEM_COLUMNS,
-    TaskSource,
-)
+from rl_core.data.task_rows import CONVERSATIONS, PROMPT_COLUMNS, TaskSource
 from rl_core.data.warnings.read_row import ReadRow
 from rl_core.data.warnings.row_remarks import ABOUT
 from rl_core.sampling.env import Env

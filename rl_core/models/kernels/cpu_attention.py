@@ -116,9 +116,12 @@ def blocks_of(
 
 def dense_forward(q, k, v, segments, scale, cap=None):
     layout = segments.layout(layout_of)
-    forward = partial(math_forward, cap=cap)
     if is_fused(q, cap):
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    else:
+        from rl_core.models.kernels.math_attention import math_forward
+
+        forward = partial(math_forward, cap=cap)
     q, k, v = (rows(x, layout.tokens) for x in (q, k, v))
     outs, lses = [], []
     for is_causal, mask, q_b, k_b, v_b in blocks_of(layout, segments, [q], [k, v]):
@@ -131,9 +134,12 @@ def dense_forward(q, k, v, segments, scale, cap=None):
 
 def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
     layout = segments.layout(layout_of)
-    backward = partial(math_backward, cap=cap)
     if is_fused(q, cap):
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    else:
+        from rl_core.models.kernels.math_attention import math_backward
+
+        backward = partial(math_backward, cap=cap)
     lse = lse.T
     if layout.places is not None:  # Padded queries have no probabilities and no gradient.
         hidden = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN)
@@ -146,45 +152,6 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
         tensors = dout_b, q_b, k_b, v_b, out_b, lse_b[..., 0].contiguous()
         grads.append(backward(*tensors, 0.0, is_causal, attn_mask=mask, scale=scale))
     return [unpadded(list(blocks), layout) for blocks in zip(*grads, strict=True)]
-
-
-def math_forward(q, k, v, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
-    """Attention without a fused kernel; fp32 or fp64 inside."""
-    scores = math_scores(q, k, is_causal, attn_mask, scale, cap)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp() @ repeated(v, q)).to(q.dtype), lse
-
-
-def math_backward(dout, q, k, v, out, lse, dropout, is_causal, attn_mask=None, scale=1.0, cap=None):
-    """With p = e^(score - lse): d loss / d score = p (dp - sum(dout * out))."""
-    with torch.enable_grad():
-        inputs = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
-        scores = math_scores(q, k, is_causal, attn_mask, scale, cap)
-        probs = (scores - lse[..., None]).exp()
-        dout = dout.to(probs.dtype)
-        dprobs = dout @ repeated(v, q).mT
-        loss = probs * (dprobs - (dout * out).sum(-1, keepdim=True))
-        return torch.autograd.grad(loss.sum(), inputs)
-
-
-def math_scores(
-    q: Tensor, k: Tensor, is_causal: bool, mask: Tensor | None, scale: float, cap: float | None
-) -> Tensor:
-    k = repeated(k, q)
-    scores = q.to(k.dtype) @ k.mT * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    if is_causal:
-        is_later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(is_later, -torch.inf)
-    return scores if mask is None else scores + mask
-
-
-def repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[B, H, length, D]: heads of keys or values repeated for the heads of queries that share them,
-    in fp32 or fp64."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 DENSE = Kernel(forward=dense_forward, backward=dense_backward)

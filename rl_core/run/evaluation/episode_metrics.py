@@ -14,7 +14,6 @@ from rl_core.data.episodes import (
 )
 from rl_core.metrics import Mean, Metric, Percentile, Sum
 from rl_core.plugin import Plugin
-from rl_core.run.display.metric_table import describe
 from rl_core.sampling.groups import Group
 from rl_core.sampling.reward_parts import NOT_APPLIED, is_recorded
 from rl_core.sampling.rollout import sorted_trajectories
@@ -131,6 +130,8 @@ def logged_name(name: str) -> str:
     the trainer has that name in training or in evaluations."""
     if is_recorded(name):
         return name
+    from rl_core.run.display.metric_table import describe
+
     for prefix in ("rollout/ACTOR/", "eval/SET/greedy_", "eval/SET/sampled_"):
         row = describe(prefix + name)
         if row is not None and not row.is_of_user:

@@ -15,7 +15,7 @@ from rl_core.config import Config
 from rl_core.data.chat import Chat, fingerprint
 from rl_core.data.rows import write_whole
 from rl_core.run.saving.checkpoint import facts_of
-from rl_core.run.saving.run_files import read_config
+from rl_core.run.saving.resumed_config import read_config
 from rl_core.sampling.env import Env
 from rl_core.types import JSONObject, Task
 

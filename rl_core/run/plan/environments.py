@@ -15,7 +15,7 @@ from rl_core.config.rules import check
 from rl_core.environments import env_file, run_checks
 from rl_core.environments.env_hooks import AGENT_TURNS
 from rl_core.run.plan.engine import num_ranks
-from rl_core.run.plan.model_checks import num_positions
+from rl_core.run.plan.model_configs import num_positions
 from rl_core.sampling.env import Env
 
 

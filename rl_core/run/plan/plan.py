@@ -34,7 +34,6 @@ from rl_core.run.plan.engine import choose_engine, num_ranks, rank_groups_of
 from rl_core.run.plan.environments import load_envs, naming_turns
 from rl_core.run.plan.model_checks import checked_chat
 from rl_core.run.plan.path_checks import check_folder
-from rl_core.run.saving.run_files import check_resumed
 from rl_core.sampling.env import Env
 
 if TYPE_CHECKING:
@@ -144,6 +143,8 @@ def make_plan(
         num_steps = math.ceil(plan.num_tasks / config.tasks_per_step)
         plan.config = replace(config, num_steps=num_steps)
     if config.resume:
+        from rl_core.run.saving.resumed_config import check_resumed
+
         check_resumed(plan.config)
     return plan
 
