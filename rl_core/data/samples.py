@@ -24,31 +24,23 @@ def samples_from_turns(
     for turn, advantage in zip(turns, advantages, strict=True):
         if turn.is_fresh or not drafts:
             drafts.append(defaultdict(list))
-        sampled = turn.completion
-        num_new, num_sampled = len(turn.new_ids), len(sampled.token_ids)
+        draft, sampled = drafts[-1], turn.completion
+        num_sampled = len(sampled.token_ids)
         assert len(sampled.logprobs) == num_sampled, (len(sampled.logprobs), num_sampled)
-        context = {
-            "loss_mask": False,
-            "rollout_logprobs": 0.0,
-            "policy_versions": -1,
-            "advantages": 0.0,
-        }
-        columns = {name: [value] * (num_new + num_sampled) for name, value in context.items()}
-        if turn.name not in trained:
-            columns["loss_mask"][num_new:] = [True] * num_sampled
-            columns["rollout_logprobs"][num_new:] = sampled.logprobs
-            columns["policy_versions"][num_new:] = sampled.policy_versions
-            columns["advantages"][num_new:] = [advantage] * num_sampled
-            drafts[-1]["kept_ids"] += sampled.kept_ids
-            if turn.name:
-                trained.add(turn.name)
-        drafts[-1]["token_ids"] += [*turn.new_ids, *sampled.token_ids]
-        for name, values in columns.items():
-            drafts[-1][name] += values
-        # Experts of the stream up to this turn.
-        drafts[-1]["experts"] = sampled.experts
+        extend_context(draft, turn.new_ids)
+        if turn.name in trained:
+            extend_context(draft, sampled.token_ids)
+        else:
+            draft["token_ids"] += sampled.token_ids
+            draft["loss_mask"] += [True] * num_sampled
+            draft["rollout_logprobs"] += sampled.logprobs
+            draft["policy_versions"] += sampled.policy_versions
+            draft["advantages"] += [advantage] * num_sampled
+            draft["kept_ids"] += sampled.kept_ids
+            trained.update(filter(None, [turn.name]))
+        draft["experts"] = sampled.experts  # Of the stream up to this turn.
         if turn.images:
-            drafts[-1]["images"] += turn.images
+            draft["images"] += turn.images
     samples = []
     for draft in drafts:
         if any(draft["loss_mask"]):
@@ -56,3 +48,13 @@ def samples_from_turns(
                 draft["images"] = tuple(dict.fromkeys(draft["images"]))
             samples.append(TrainingSample(**draft, group_id=group_id))
     return samples
+
+
+def extend_context(draft: defaultdict, token_ids: Sequence[int]) -> None:
+    """Adds tokens that are not trained."""
+    num = len(token_ids)
+    draft["token_ids"] += token_ids
+    draft["loss_mask"] += [False] * num
+    draft["rollout_logprobs"] += [0.0] * num
+    draft["policy_versions"] += [-1] * num
+    draft["advantages"] += [0.0] * num
