@@ -119,13 +119,14 @@ def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, lis
     counts = [[*row, failed[row], total] for row, total in totals.items()]
     first, reasons = "", Counter()
     if failed.total():
-        first, reasons = count_reasons({key: error for key, error in episodes.items() if error})
+        errors = {key: error for key, error in episodes.items() if error is not None}
+        first, reasons = count_reasons(errors)
     return counts, first, reasons.most_common(MAX_REASONS)
 
 
 def count_reasons(failed: dict[tuple, str]) -> tuple[str, Counter[str]]:
     """(the first failure, reason -> number of episodes). `failed`: errors of episodes."""
-    untruncated = {failure_reason(error, task) for (_, task, *_), error in failed.items()}
+    untruncated = {failure_reason(error, task) for (_, task, *_), error in failed.items() if error}
     first, reasons = "", Counter()
     for (_, task, *_), error in failed.items():
         reason, note, _ = error.partition(CUT_OFF)
