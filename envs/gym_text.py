@@ -27,7 +27,7 @@ import zlib
 
 from programs.gym_spaces import action_of, actions_of, shown_grid, words_of
 
-from rl_core.sampling.hooks import DeadlineError, call_in_thread
+from rl_core.sampling.deadlines import DeadlineError, call_in_thread
 
 try:
     import gymnasium

@@ -32,8 +32,8 @@ from rl_core.data.image_columns import with_images
 from rl_core.data.task_rows import make_task
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
-from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.types import Completion, Message, SamplingParams, Trajectory, counter_seed
 
 SFT = "--algorithm sft --tasks_per_step 64 --optim.lr 3e-3 --optim.schedule cosine"

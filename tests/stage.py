@@ -19,8 +19,9 @@ from rl_core.engines.requests import check_request
 from rl_core.run.failure_limit import refuse_failures
 from rl_core.run.process.joining import init_ranks
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
-from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker, sorted_trajectories
+from rl_core.sampling.rollout import RolloutWorker, sorted_trajectories
 from rl_core.tools.tiny_model import character_tokenizer
 from rl_core.types import Completion, SamplingParams
 

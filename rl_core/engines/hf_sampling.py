@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel
 from rl_core.engines.kv_slots import ForwardImages, SlotModel, evaluating, logits_of
 from rl_core.learning.padded_forward import ERRORS, own_attention, own_layers
 from rl_core.models import attention
-from rl_core.models.attention import set_attention
+from rl_core.models.loading import set_attention
 from rl_core.models.policy import backbone
 
 # Names of the cache argument in models: since transformers 5.24, and before.

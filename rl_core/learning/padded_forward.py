@@ -21,7 +21,7 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks
 from rl_core.learning.minibatches import to_device
 from rl_core.models import attention
-from rl_core.models.attention import set_attention
+from rl_core.models.loading import set_attention
 from rl_core.models.policy import ForwardPass, Outputs, Policy
 from rl_core.types import PackedBatch, TrainingSample
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from rl_core.models.kernels.segments import Kernel, Segments, added, merged
 
@@ -238,16 +238,6 @@ def attention_forward(
     scale = head_dim**-0.5 if scaling is None else scaling
     out = attention_plan.attend(q, k, v, scale, sliding_window, softcap, s_aux, id(module))
     return out[None, ..., :width], None
-
-
-def set_attention(hf: PreTrainedModel, implementation: str) -> None:
-    """Exchanges the attention of the language model; towers of images and sound keep theirs."""
-    config = hf.config
-    if not hf._can_set_attn_implementation() or config._attn_implementation == implementation:
-        return
-    parts = [key for key in config.sub_configs if not key.startswith(("vision", "audio"))]
-    of_parts = {"": implementation} | dict.fromkeys(parts, implementation)
-    hf.set_attn_implementation(of_parts if config.sub_configs else implementation)
 
 
 # No mask function is registered under this name, so that transformers builds no mask. The attention

@@ -177,3 +177,13 @@ def on_meta(model_config: PretrainedConfig, **options) -> PreTrainedModel:
     """The model's shapes alone."""
     with torch.device("meta"):
         return from_config(model_class(model_config), model_config, **options)
+
+
+def set_attention(hf: PreTrainedModel, implementation: str) -> None:
+    """Exchanges the attention of the language model; towers of images and sound keep theirs."""
+    config = hf.config
+    if not hf._can_set_attn_implementation() or config._attn_implementation == implementation:
+        return
+    parts = [key for key in config.sub_configs if not key.startswith(("vision", "audio"))]
+    of_parts = {"": implementation} | dict.fromkeys(parts, implementation)
+    hf.set_attn_implementation(of_parts if config.sub_configs else implementation)

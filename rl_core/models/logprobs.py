@@ -9,7 +9,6 @@ M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Protocol
 
@@ -18,11 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_core.models.kernels.torch_logprobs import (
-    add_product,
     logit_gradients,
     scaled_logits,
     softmax_stats,
     sum_dtype,
+    tiled_gradients,
 )
 
 # Size of one fp32 tile, which stays in the cache of a CPU. Products of fewer than 512 tokens or
@@ -128,39 +127,12 @@ class FusedLogprobs(torch.autograd.Function):
             return logit_gradients(z_CS, temperature, cap, *of_tile)
 
         has_weight = ctx.needs_input_grad[1]
-        gradients = tiled_gradients(hidden_MD, weight_VD, tiles, split, has_weight, gradient_of)
-        return *gradients, None, None, None, None
-
-
-def tiled_gradients(
-    hidden_MD: Tensor,
-    weight_VD: Tensor,
-    tiles: tuple[list[slice], list[slice]],
-    split: VocabularySplit | None,
-    has_weight: bool,
-    gradient_of: Callable[[Tensor, Tensor, slice, slice], Tensor],
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the hidden states, and of the weight if it has one. `gradient_of(h_CD, w_SD,
-    rows, ids)` is that of the undivided logits of one tile, [C, S]. The weight's is complete with
-    its ids' last tile, so that fp32 sums are held of the hidden states alone."""
-    token_tiles, id_tiles = tiles
-    grad_hidden = torch.zeros_like(hidden_MD, dtype=sum_dtype(hidden_MD))
-    grad_weight = torch.zeros_like(weight_VD) if has_weight else None
-    for ids in id_tiles:
-        w_SD = weight_VD[ids]
-        sum_SD = None if grad_weight is None else grad_weight[ids].to(grad_hidden.dtype)
-        for rows in token_tiles:
-            h_CD = hidden_MD[rows]
-            grad_CS = gradient_of(h_CD, w_SD, rows, ids)
-            add_product(grad_hidden[rows], grad_CS, w_SD)
-            if sum_SD is not None:
-                add_product(sum_SD, grad_CS.T, h_CD)
-        if grad_weight is not None and sum_SD is not None and sum_SD.dtype != grad_weight.dtype:
-            grad_weight[ids] = sum_SD
-    grad_hidden = grad_hidden.to(hidden_MD.dtype)
-    if split is not None:
-        split.add_up(grad_hidden)
-    return grad_hidden, grad_weight
+        grad_hidden, grad_weight = tiled_gradients(
+            hidden_MD, weight_VD, tiles, has_weight, gradient_of
+        )
+        if split is not None:
+            split.add_up(grad_hidden)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def tile_shape(num_tokens: int, num_ids: int, width: int, tile_bytes: int) -> tuple[int, int]:

@@ -145,7 +145,7 @@ async def rubric(
     `rubric`; if a criterion has negative points, the part `clipped` lifts a sum below 0 to 0. One
     call of the judge, or with `each` one for each criterion. `max_chars`, `sampling` and errors are
     as in ranked()."""
-    from rl_core.sampling.hooks import wait_for_all
+    from rl_core.sampling.deadlines import wait_for_all
 
     rows = read_criteria(criteria)
     total = sum(points for _, _, points in rows if points > 0)

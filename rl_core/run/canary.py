@@ -18,7 +18,7 @@ from rl_core.metrics import Max
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import Actor, revived
 from rl_core.sampling.conversation import SAMPLING_FLAGS
-from rl_core.sampling.hooks import wait_for_all
+from rl_core.sampling.deadlines import wait_for_all
 from rl_core.types import (
     Completion,
     InputImage,

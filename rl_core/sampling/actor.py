@@ -20,8 +20,8 @@ from rl_core.sampling.conversation import (
     TokenConversation,
     as_messages,
 )
+from rl_core.sampling.deadlines import wait_for_all
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import (
     JSON,
     Completion,

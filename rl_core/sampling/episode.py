@@ -14,7 +14,8 @@ from rl_core.data.task_rows import row_tools
 from rl_core.errors import nearest
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.conversation import Conversation
-from rl_core.sampling.hooks import Hook, wait_for_all
+from rl_core.sampling.deadlines import wait_for_all
+from rl_core.sampling.hooks import Hook
 from rl_core.sampling.reward_parts import add_parts, finite, reward_values
 from rl_core.types import JSONObject, Message, Task, Trajectory
 

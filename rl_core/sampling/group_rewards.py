@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rl_core.data.episodes import baseline_groups
 from rl_core.data.messages import shorten
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.hooks import Hook, refuse_none, wait_for_all
+from rl_core.sampling.deadlines import wait_for_all
+from rl_core.sampling.hooks import Hook, refuse_none
 from rl_core.sampling.reward_parts import add_parts, finite
 from rl_core.types import JSON, Task, Trajectory
 

@@ -8,7 +8,8 @@ from rl_core.config import Config
 from rl_core.distributed import Ranks
 from rl_core.sampling.actor import Speaker
 from rl_core.sampling.env import Env
-from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
+from rl_core.sampling.episode_runner import EpisodeRunner
+from rl_core.sampling.rollout import RolloutWorker
 
 
 def make_worker(

@@ -87,7 +87,7 @@ class Replays:
     def __init__(self, window: Window | None = None):
         """`window`: bounds the tokens of turns; see deterministic_rollouts.py."""
         self.window = window
-        # Group -> episode, or rollout.SCORING -> replay.
+        # Group -> episode, or episode_runner.SCORING -> replay.
         self.groups: dict[str, dict[str, EpisodeReplay]] = defaultdict(dict)
 
     def start(self, group: Group, name: int | str) -> EpisodeReplay:

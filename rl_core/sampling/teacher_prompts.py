@@ -15,11 +15,11 @@ from rl_core.data.image_parts import images_of
 from rl_core.data.messages import shorten
 from rl_core.data.task_rows import row_variables
 from rl_core.sampling.actor import Actor
+from rl_core.sampling.deadlines import run_within, wait_for_all
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import is_list
+from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
-from rl_core.sampling.hooks import run_within, wait_for_all
-from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.types import JSONObject, Message, Task, Trajectory, Turn
 
 HOOK = "teacher_prompt"

@@ -339,8 +339,8 @@ async def play(
     the texts of each actor."""
     from rl_core.engines.scripted import ScriptedActor
     from rl_core.environments.options import endpoint_opener
+    from rl_core.sampling.episode_runner import EpisodeRunner
     from rl_core.sampling.groups import Group
-    from rl_core.sampling.rollout import EpisodeRunner
     from rl_core.sampling.teacher_prompts import TeacherPrompts
     from rl_core.types import SamplingParams
 

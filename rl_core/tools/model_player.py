@@ -184,7 +184,8 @@ async def player(
     from rl_core.engines.options import engine_factory
     from rl_core.run.plan.plan import make_chats
     from rl_core.run.process.joining import init_ranks
-    from rl_core.sampling.rollout import EpisodeRunner, RolloutWorker
+    from rl_core.sampling.episode_runner import EpisodeRunner
+    from rl_core.sampling.rollout import RolloutWorker
 
     chats, endpoints = make_chats(config)
     for source in sources if chats else ():

@@ -15,13 +15,14 @@ from rl_core.environments.agents.endpoint import Endpoint
 from rl_core.environments.agents.rollout import AgentRollout, Endpoints
 from rl_core.sampling.actor import Actor, EpisodeActors, Speaker
 from rl_core.sampling.conversation import Conversation
+from rl_core.sampling.deadlines import run_within
 from rl_core.sampling.engine import Engine
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import Episode
+from rl_core.sampling.episode_runner import EpisodeRunner, check_scored, truncation_note
 from rl_core.sampling.groups import Group
-from rl_core.sampling.hooks import Hook, run_within
+from rl_core.sampling.hooks import Hook
 from rl_core.sampling.reward_parts import NOT_APPLIED, is_recorded
-from rl_core.sampling.rollout import EpisodeRunner, check_scored, truncation_note
 from rl_core.types import Message, SamplingParams, Task, Trajectory
 
 IN_PLAY = "gave a reward while the episode was played"

@@ -44,7 +44,7 @@ from rl_core.environments.env_file import load_env
 from rl_core.environments.env_hooks import rows_of
 from rl_core.rewards.reward_model import RewardModel
 from rl_core.sampling.episode import read_answer
-from rl_core.sampling.rollout import EpisodeRunner
+from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.train import main as train
 from rl_core.types import SamplingParams
 

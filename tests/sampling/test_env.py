@@ -22,7 +22,8 @@ from rl_core.environments.row_columns import check_columns
 from rl_core.environments.run_checks import check_actors
 from rl_core.run.evaluation.episode_metrics import rollout_metrics
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.hooks import Hook, run_within
+from rl_core.sampling.deadlines import run_within
+from rl_core.sampling.hooks import Hook
 from rl_core.tools.cli import main as rl_core
 from rl_core.types import RunError, SamplingParams, Task
 

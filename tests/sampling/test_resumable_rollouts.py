@@ -19,8 +19,8 @@ from rl_core.config import RolloutConfig
 from rl_core.data.task_rows import make_task
 from rl_core.run.saving.checkpoint import facts_of
 from rl_core.run.saving.run_files import jsonable
+from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.resumable_rollouts import EpisodeReplay, Replays, read_groups
-from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.types import Completion, SamplingParams
 
 

@@ -53,10 +53,10 @@ from rl_core.environments.service.wire import ServiceError, to_json
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.episode import read_answer
+from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
 from rl_core.sampling.hooks import HookError
 from rl_core.sampling.resumable_rollouts import read_trajectories
-from rl_core.sampling.rollout import EpisodeRunner
 from rl_core.tools.cli import main as command
 from rl_core.types import SamplingParams, Task
 

@@ -24,8 +24,9 @@ from rl_core.environments.agents.program import (
     run_command,
 )
 from rl_core.sampling.actor import Actor, EpisodeActors
+from rl_core.sampling.deadlines import wait_for_all
 from rl_core.sampling.env import ARGUMENTS
-from rl_core.sampling.hooks import Hook, HookError, wait_for_all
+from rl_core.sampling.hooks import Hook, HookError
 from rl_core.sampling.reward_parts import add_parts, reward_values
 from rl_core.types import JSON, JSONObject, Task, Trajectory
 

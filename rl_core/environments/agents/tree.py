@@ -30,8 +30,8 @@ from rl_core.data.thoughts import without_thoughts
 from rl_core.environments.agents.requests import Call, Refusal, Reply, Request
 from rl_core.sampling.actor import Actor
 from rl_core.sampling.conversation import Conversation
+from rl_core.sampling.deadlines import wait_for_all
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.hooks import wait_for_all
 from rl_core.types import Completion, Message, Trajectory, Turn
 
 MAX_OVERRIDDEN = 64  # Names of fields in one episode; each is a metric.

@@ -30,7 +30,7 @@ from rl_core.environments.service.wire import (
     SendQueue,
     ServiceError,
 )
-from rl_core.sampling.hooks import run_within
+from rl_core.sampling.deadlines import run_within
 
 MARGIN_S = 10.0  # Time for an answer beyond the server's deadline.
 BACKOFF_S = (0.1, 5.0)  # First and longest pause between attempts to connect or resend.

@@ -30,9 +30,10 @@ from rl_core.environments.service.wire import (
     to_json,
     wrong,
 )
+from rl_core.sampling.deadlines import wait_for_all
 from rl_core.sampling.env import OF_GROUP, SPOKEN, Env
 from rl_core.sampling.episode import read_answer
-from rl_core.sampling.hooks import Hook, HookError, wait_for_all
+from rl_core.sampling.hooks import Hook, HookError
 from rl_core.sampling.own_rollout import checked
 from rl_core.sampling.reward_parts import add_parts, refuse_unscored, reward_values
 from rl_core.types import JSONObject, Message, Task, Trajectory

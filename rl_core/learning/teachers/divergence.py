@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rl_core.models.kernels.torch_logprobs import scaled_logits, sum_dtype
+from rl_core.models.kernels.torch_logprobs import scaled_logits, sum_dtype, tiled_gradients
 from rl_core.models.logprobs import (
     CPU_TILE_BYTES,
     CUDA_TILE_BYTES,
     VocabularySplit,
     slices,
     tile_shape,
-    tiled_gradients,
 )
 
 # (hidden states [M, D], weight [V, D], temperature, cap), as head_factors() gives.

@@ -5,6 +5,8 @@ M trained tokens, D hidden, V vocabulary, C tokens and S vocabulary ids of one t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -118,3 +120,30 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.addmm_(a, b)
     else:
         out += product(a, b)
+
+
+def tiled_gradients(
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    tiles: tuple[list[slice], list[slice]],
+    has_weight: bool,
+    gradient_of: Callable[[Tensor, Tensor, slice, slice], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the hidden states, and of the weight if it has one. `gradient_of(h_CD, w_SD,
+    rows, ids)` is that of the undivided logits of one tile, [C, S]. The weight's is complete with
+    its ids' last tile, so that fp32 sums are held of the hidden states alone."""
+    token_tiles, id_tiles = tiles
+    grad_hidden = torch.zeros_like(hidden_MD, dtype=sum_dtype(hidden_MD))
+    grad_weight = torch.zeros_like(weight_VD) if has_weight else None
+    for ids in id_tiles:
+        w_SD = weight_VD[ids]
+        sum_SD = None if grad_weight is None else grad_weight[ids].to(grad_hidden.dtype)
+        for rows in token_tiles:
+            h_CD = hidden_MD[rows]
+            grad_CS = gradient_of(h_CD, w_SD, rows, ids)
+            add_product(grad_hidden[rows], grad_CS, w_SD)
+            if sum_SD is not None:
+                add_product(sum_SD, grad_CS.T, h_CD)
+        if grad_weight is not None and sum_SD is not None and sum_SD.dtype != grad_weight.dtype:
+            grad_weight[ids] = sum_SD
+    return grad_hidden.to(hidden_MD.dtype), grad_weight
