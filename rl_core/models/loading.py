@@ -152,7 +152,7 @@ def load_hf_model(
         nn.init.zeros_(model.score.weight)
     if is_scoring:
         model.config.architectures = [type(model).__name__]
-    attention.set_attention(model, attention.NAME)
+    set_attention(model, attention.NAME)
     if torch.cuda.is_available():
         from rl_core.models.kernels.fused_norms import fuse_norms
 
