@@ -7,7 +7,6 @@ import json
 import pytest
 from PIL import Image
 
-from rl_core.algorithms import make_algorithm
 from rl_core.config import ActorConfig, Config
 from rl_core.data.chat import Chat
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
@@ -240,9 +239,8 @@ def source_of(rows, env="env", files=(), is_pairs=False):
 def warnings_of(config, env, *sources, chats=None):
     train, *held_out = sources
     evals = dict(enumerate(held_out))
-    algorithm = make_algorithm(config.algorithm, config.algo)
     envs = {"env": env} if config.is_rl else {}
-    return list(data_warnings(config, algorithm, train, evals, envs=envs, chats=chats))
+    return list(data_warnings(config, train, evals, envs=envs, chats=chats))
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])

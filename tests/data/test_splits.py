@@ -12,7 +12,6 @@ import pytest
 from kit import run, trajectories, words
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 
-from rl_core.algorithms import make_algorithm
 from rl_core.config import Config, parse_config
 from rl_core.data.chat import Chat, load_chat
 from rl_core.data.task_rows import TaskSource
@@ -256,7 +255,6 @@ def test_held_out_rows_that_are_training_rows_are_noticed_in_any_order(numbers, 
     for env, expected in (("env", says), ("other", None)):
         warnings = data_warnings(
             config,
-            make_algorithm("grpo", config.algo),
             source_of(train, "train", env),
             {"env": source_of(held_out, "eval")},
         )

@@ -19,7 +19,7 @@ from rl_core.data.rows import row_place
 from rl_core.data.tables import JsonLines, load_other
 from rl_core.data.task_rows import RowOrder, TaskSource, make_task, shown_columns
 from rl_core.data.tasks.task_mix import TaskMix
-from rl_core.data.warnings.data_warnings import epoch_warnings
+from rl_core.data.warnings.set_warnings import epoch_warnings
 
 ROWS = [{"prompt": f"say {i}", "answer": f"x{i}"} for i in range(5)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()

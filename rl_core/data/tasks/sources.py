@@ -13,7 +13,6 @@ from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.rows import is_tasks_folder, load_rows
 from rl_core.data.task_rows import Tasks, TaskSource
-from rl_core.data.tasks.eval_sets import held_out as held_out_sets
 from rl_core.environments.row_columns import check_columns
 from rl_core.sampling.env import Env
 from rl_core.types import Row
@@ -108,6 +107,8 @@ def eval_tasks(
 
 def held_out_tasks(config: Config, envs: dict[str, Env], name: str) -> dict[str, TaskSource]:
     """Held-out tasks of one environment, by the names of its sets."""
+    from rl_core.data.tasks.eval_sets import held_out as held_out_sets
+
     sources = {}
     for set_name, env, split, path in held_out_sets(config, envs or ["data"]):
         if env == name:

@@ -18,7 +18,6 @@ from rl_core.data.rows import (
     read_json,
     source_and_split,
 )
-from rl_core.data.tasks.eval_sets import held_out
 from rl_core.errors import split
 from rl_core.run.plan.model_paths import check_local
 from rl_core.types import Row
@@ -48,6 +47,8 @@ def check_inputs(config: Config, splits: Collection[str]) -> None:
     if "train" in splits:
         sources += [("train", config.env(name).train or config.data.train) for name in names]
     if "eval" in splits:
+        from rl_core.data.tasks.eval_sets import held_out
+
         sources += [("test", path) for *_, path in held_out(config, names)]
     for split_name, path in sources:
         files = []

@@ -55,7 +55,7 @@ class RunFiles(Plugin):
             spelled = plan.sft_dataset and plan.sft_dataset.spelled
             assert plan.train is not None
             rows = plan.train, plan.eval, spelled, plan.envs, plan.chats
-            for line in data_warnings(plan.config, plan.algorithm, *rows):
+            for line in data_warnings(plan.config, *rows):
                 print(f"warning: {line}", flush=True)
         if plan.algorithm.is_rl:
             write_tokenizers(out / "rollouts", plan.chats)
