@@ -24,7 +24,7 @@ from rl_core.models.policy import end_token_ids
 from rl_core.run.options import rank_group_engines
 from rl_core.run.plan.plan import Plan
 from rl_core.sampling.actor import Actor, Speaker
-from rl_core.sampling.engine import STALE, Engine
+from rl_core.sampling.engine import STALE_SUFFIX, Engine
 from rl_core.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
                 lease if name in plan.local else None,
                 actor.engine,
                 actor.adapter,
-                engines.get(name + STALE),
+                engines.get(name + STALE_SUFFIX),
             )
     return actors
 
@@ -173,7 +173,7 @@ def remote_engines(plan: Plan, ranks: Ranks) -> dict[str, Engine]:
     """Engines of the ranks that sample."""
     from rl_core.engines.remote import connect
 
-    names = [*plan.chats, *(name + STALE for name in plan.engines.lagged)]
+    names = [*plan.chats, *(name + STALE_SUFFIX for name in plan.engines.lagged)]
     return connect(names, ranks, compute_dtype(plan.config), plan.config.timeout_s)
 
 

@@ -173,9 +173,9 @@ class Trainer:
         """This rank's training samples of the step, by trained actor."""
         plan, step = self.plan, self.step
         if plan.sft_dataset:
-            drawn = self.draw_positions(self.config.tasks_per_step)
+            positions = self.draw_positions(self.config.tasks_per_step)
             assert plan.train is not None
-            samples = plan.sft_dataset.samples_at(plan.train.task, drawn, self.ranks)
+            samples = plan.sft_dataset.samples_at(plan.train.task, positions, self.ranks)
             return {self.config.trained[0]: samples}
         # WeightRecovery resends weights to engines that lost them; Canary samples fixed prompts.
         await self.call("before_rollout", step)

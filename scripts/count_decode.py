@@ -97,7 +97,7 @@ def count_sampling(slots: LlamaSlots, num_rows: int) -> list[tuple[str, int]]:
     head = head_weight(slots.model)
     logits = torch.zeros(num_rows, len(head), device="meta")
     params = RowParams(numbers=torch.ones(5, num_rows, device="meta"), is_scaled=False)
-    params.is_drawn, uniforms = True, torch.zeros(num_rows, device="meta")
+    params.has_no_greedy, uniforms = True, torch.zeros(num_rows, device="meta")
     product = "mm", head.nbytes + logits.nbytes
     return [product, *count(lambda: sample(logits, uniforms, params))]
 

@@ -314,7 +314,7 @@ class Tasks(Protocol):
 
     def task(self, position: int) -> Task: ...
 
-    def drawn_before(self, position: int) -> list[int]: ...
+    def num_before(self, position: int) -> list[int]: ...
 
 
 class TaskSource:
@@ -366,7 +366,7 @@ class TaskSource:
         """The folder in which paths of a row's images begin."""
         return data_folder(row_source(index, self.files)[0])
 
-    def drawn_before(self, position: int) -> list[int]:
+    def num_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""
         return [position]
 

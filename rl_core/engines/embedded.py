@@ -632,7 +632,7 @@ class EmbeddedEngine(Engine):
         return RowParams(
             numbers=numbers.expand(len(rows), -1).T,
             is_scaled=set(temperatures) != {1},
-            is_drawn=not any(is_greedy for is_greedy, *_ in used),
+            has_no_greedy=not any(is_greedy for is_greedy, *_ in used),
             num_ordered=num_ordered,
             num_kept=max(request.num_kept for request in requests),
         )

@@ -18,7 +18,7 @@ from rl_core.run.rank_group_server import RankGroupServer
 from rl_core.run.saving.checkpointer import Checkpointer
 from rl_core.run.saving.resume import load_checkpoint, newest_intact
 from rl_core.sampling.actor import Actor
-from rl_core.sampling.engine import STALE, Engine
+from rl_core.sampling.engine import STALE_SUFFIX, Engine
 from rl_core.types import TrainingSample
 
 
@@ -57,7 +57,7 @@ class EngineRank(ServingRank):
             speaker = actors[name].speaker
             assert isinstance(speaker, Actor)
             engines[name] = actors[name].engine
-            engines[name + STALE] = speaker.stale_engine
+            engines[name + STALE_SUFFIX] = speaker.stale_engine
         channel = make_weight_channel(ranks, self.config.timeout_s)
         self.server = EngineServer(engines, self.device.lease, ranks, channel)
 

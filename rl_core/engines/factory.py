@@ -14,7 +14,7 @@ from rl_core.learning.learner import Learner
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import (
     RESENT_BY_RANKS,
-    STALE,
+    STALE_SUFFIX,
     EmbeddedSpec,
     Engine,
     EngineSpec,
@@ -112,8 +112,8 @@ class EngineFactory:
     def make_all(
         self, chats: dict[str, Chat], learners: dict[str, Learner], ranks: Ranks
     ) -> dict[str, Engine | None]:
-        """Engines of the local actors by name, and second engines by name + STALE. Actors that
-        share a model have one engine. None: another rank's engine uses this rank's device."""
+        """Engines of the local actors by name, and second engines by name + STALE_SUFFIX. Actors
+        that share a model have one engine. None: another rank's engine uses this rank's device."""
         engines: dict[str, Engine | None] = {}
         for name in self.local:
             owner = self.config.actors[name].lora_base or name
@@ -122,7 +122,9 @@ class EngineFactory:
                 engines[owner] = self.make(owner, chats[owner], learner, ranks, "", learners)
             engines[name] = engines[owner]
         for name in self.lagged:
-            engines[name + STALE] = self.make(name, chats[name], None, ranks, STALE, learners)
+            engines[name + STALE_SUFFIX] = self.make(
+                name, chats[name], None, ranks, STALE_SUFFIX, learners
+            )
         return engines
 
     def make(

@@ -57,7 +57,7 @@ class FusedGraphs(DecodeGraphs):
         decoder, layers = self.decoder, layers_of(self.decoder)
         x = decoder.embed_tokens(tokens)  # [n, 1, E]
         rotary = signed(*decoder.rotary_emb(x, starts[:, None]))
-        plan = SeenKeys.of(starts, cache, length)
+        plan = DecodeSeqlens.of(starts, cache, length)
         h = normed(layers[0].input_layernorm, None)
         next_norms = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
         for layer, next_norm in zip(layers, next_norms, strict=True):
@@ -79,24 +79,24 @@ class FusedGraphs(DecodeGraphs):
 
 
 @dataclass(kw_only=True, slots=True)
-class SeenKeys:
-    """The keys that attention reads in a decode step, for all layers."""
+class DecodeSeqlens:
+    """Sequence lengths of attention in a decode step, for all layers, as of flash-attn."""
 
-    seen: Tensor  # [n] int32 Number of keys of each row.
-    firsts: Tensor  # [n + 1] int32 Number of each query.
-    offsets: Tensor  # [n + 1] int32 First key of each row.
-    longest: int
+    used_k: Tensor  # [n] int32 Number of keys that each row sees.
+    cu_q: Tensor  # [n + 1] int32 Number of each query.
+    cu_k: Tensor  # [n + 1] int32 First key of each row.
+    max_k: int
 
     @classmethod
-    def of(cls, starts: Tensor, cache: LlamaCache, longest: int) -> SeenKeys:
+    def of(cls, starts: Tensor, cache: LlamaCache, max_k: int) -> DecodeSeqlens:
         """`starts` [n]: columns of the newest tokens; max_tokens for padding, which sees no key."""
         _, num_keys, num_columns, _ = cache.layers[0][0].shape
-        firsts = torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device)
+        cu_q = torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device)
         return cls(
-            seen=((starts + 1) % num_columns).int(),
-            firsts=firsts,
-            offsets=firsts * (num_keys * num_columns),
-            longest=longest,
+            used_k=((starts + 1) % num_columns).int(),
+            cu_q=cu_q,
+            cu_k=cu_q * (num_keys * num_columns),
+            max_k=max_k,
         )
 
 
@@ -104,7 +104,7 @@ def attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    plan: SeenKeys,
+    plan: DecodeSeqlens,
     scaling: float,
     window: int | None,
 ) -> Tensor:
@@ -118,15 +118,15 @@ def attention(
         query,
         keys.as_strided(size, stride),
         values.as_strided(size, stride),
-        plan.firsts,
-        plan.offsets,
+        plan.cu_q,
+        plan.cu_k,
         1,
-        plan.longest,
+        plan.max_k,
         0.0,  # dropout
         False,  # No mask: all keys of a row come before its query.
         False,
         scale=scaling,
         window_size_left=-1 if window is None else window - 1,
         window_size_right=-1 if window is None else 0,
-        seqused_k=plan.seen,
+        seqused_k=plan.used_k,
     )[0]

@@ -343,7 +343,7 @@ class RowParams:
 
     numbers: Tensor  # [5, n] is greedy, temperatures, top_k, top_p, min_p
     is_scaled: bool = True  # A temperature differs from 1.
-    is_drawn: bool = False  # No row is greedy.
+    has_no_greedy: bool = False
     num_ordered: int = 0  # Argument of truncated_logits(); 0 if no row has limits.
     num_kept: int = 0  # Largest number of ids that a token was sampled from.
 
@@ -367,7 +367,7 @@ def sample(logits: Tensor, uniforms: Tensor, params: RowParams) -> Tensor:
 
         logits, kept = truncated_logits(logits, top_k, top_p, min_p, params.num_ordered)
         kept = kept[:, : params.num_kept].T
-    sampled = sample_tokens(logits, uniforms, None if params.is_drawn else greedy.bool())
+    sampled = sample_tokens(logits, uniforms, None if params.has_no_greedy else greedy.bool())
     return torch.cat([sampled.T, kept])
 
 

@@ -61,7 +61,7 @@ class LlamaCache(SlotCache):
         return [] if self.stack is None else [self.stack]
 
 
-class Product:
+class DecodeLinear:
     """A linear layer, computed without its module if it has no adapters or quantised weights."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -126,10 +126,14 @@ class DecodeLayer:
         self.head_norms = None
         if hasattr(attn, "q_norm"):
             self.head_norms = Norm(attn.q_norm), Norm(attn.k_norm)
-        self.inputs = Product(attn.q_proj), Product(attn.k_proj), Product(attn.v_proj)
-        self.out = Product(attn.o_proj)
-        self.gate, self.up = Product(mlp.gate_proj), Product(mlp.up_proj)
-        self.down, self.act = Product(mlp.down_proj), mlp.act_fn
+        self.inputs = (
+            DecodeLinear(attn.q_proj),
+            DecodeLinear(attn.k_proj),
+            DecodeLinear(attn.v_proj),
+        )
+        self.out = DecodeLinear(attn.o_proj)
+        self.gate, self.up = DecodeLinear(mlp.gate_proj), DecodeLinear(mlp.up_proj)
+        self.down, self.act = DecodeLinear(mlp.down_proj), mlp.act_fn
 
 
 @dataclass(kw_only=True, slots=True)

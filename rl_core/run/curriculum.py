@@ -139,7 +139,7 @@ def record(train: Tasks, results: Iterable[tuple[str, str, float, float]], posit
     every rank. Tasks from `position` on, which counts as `train.task` does, are drawn with the new
     weights. Raises ValueError if no task has a weight."""
     envs = [source.env for source in train.sources]
-    starts = dict(zip(envs, train.drawn_before(position), strict=True))
+    starts = dict(zip(envs, train.num_before(position), strict=True))
     for env, order in weighted_orders(train).items():
         rows = []
         for of_env, task, rate, mean in results:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NamedWeights: TypeAlias = "Iterable[tuple[str, Tensor]]"
 # Suffix of the name of an actor's second engine, which samples with stale weights. Names of actors
 # have no dot.
-STALE = ".older"
+STALE_SUFFIX = ".older"
 
 
 class EngineDied(RunError):

@@ -37,7 +37,7 @@ from rl_core.run.plan.engine import choose_engine
 from rl_core.run.plan.plan import make_chats
 from rl_core.sampling.engine import (
     RESENT_BY_RANKS,
-    STALE,
+    STALE_SUFFIX,
     Engine,
     EngineDied,
     EngineSpec,
@@ -703,7 +703,7 @@ URL = "--actors.policy.engine_urls http://{}:1"
         (2, BOTH, "", {"memory_frac": 0.3, "resend": RESENT_BY_RANKS}),
         (1, f"{BOTH} --actors.policy.engine_memory_frac 0.2", "", {"memory_frac": 0.2}),
         (1, LAGGED, "", {"memory_frac": 0.3, "resend": RESENT_BY_RANKS, "name": "policy"}),
-        (1, LAGGED, STALE, {"memory_frac": 0.3, "resend": None, "name": "policy.older"}),
+        (1, LAGGED, STALE_SUFFIX, {"memory_frac": 0.3, "resend": None, "name": "policy.older"}),
         (
             2,
             "--engine_args=--a --actors.policy.engine_tp 2 --actors.policy.engine_args=--b",

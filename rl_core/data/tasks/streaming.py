@@ -186,7 +186,7 @@ class StreamedTasks:
         row, folder = rows[at], data_folder(self.name)
         return make_task(row, index, self.env_name, "train", self.is_pairs, location, folder)
 
-    def drawn_before(self, position: int) -> list[int]:
+    def num_before(self, position: int) -> list[int]:
         return [position]
 
     def locate(self, position: int) -> tuple[int, int]:

@@ -27,11 +27,11 @@ class TaskMix:
 
     def task(self, position: int) -> Task:
         """The task at a position, which counts the tasks of all sources."""
-        drawn = self.drawn_before(position)
+        drawn = self.num_before(position)
         i = self.next_source(drawn)
         return self.sources[i].task(drawn[i])
 
-    def drawn_before(self, position: int) -> list[int]:
+    def num_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""
         # Task k of a source is due at (k + 0.5) / weight. All that is due by this time certainly
         # comes before.

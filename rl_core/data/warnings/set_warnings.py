@@ -70,7 +70,7 @@ def label_warnings(source: TaskSource) -> Iterator[str]:
 
 def epoch_warnings(num_epochs: float, train: Tasks, envs: Mapping[str, Env]) -> Iterator[str]:
     """A warning for weights by which rows are drawn more or less often than --num_epochs."""
-    num_drawn = train.drawn_before(round(num_epochs * len(train)))
+    num_drawn = train.num_before(round(num_epochs * len(train)))
     often, is_uneven = [], False
     for source, num in zip(train.sources, num_drawn, strict=True):
         often.append(f"of {source.env} {num / len(source):.3g} times")
