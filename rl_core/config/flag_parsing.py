@@ -86,6 +86,11 @@ def readable(name: str, value: object, kind: object) -> object:
         raise ValueError(f"--{name} has no value")
     if isinstance(value, str):
         return from_text(value, kind)
+    return from_table(value, kind) if isinstance(value, (dict, list)) else value
+
+
+def from_table(value: dict | list, kind: object) -> object:
+    """The value of a flag that YAML or Python gives as a table or a list."""
     if kind is str and isinstance(value, dict):
         value = [f"{key}={text}" for key, text in value.items()]
     if kind is str and isinstance(value, list) and all(isinstance(v, str) for v in value):

@@ -168,12 +168,10 @@ class EmbeddedEngine(Engine):
 
     @staticmethod
     def check(config: Config, name: str, is_planned: bool) -> None:
-        if config.engine_tp > 1:
-            raise ValueError(f"--engine_tp={config.engine_tp} needs --engine sglang")
-        if config.engine_args:
-            raise ValueError(f"--engine_args={config.engine_args} needs --engine sglang")
-        if config.weight_sync != "auto":
-            raise ValueError(f"--weight_sync={config.weight_sync} needs --engine sglang")
+        for flag, default in (("engine_tp", 1), ("engine_args", ""), ("weight_sync", "auto")):
+            value = getattr(config, flag)
+            if value and value != default:
+                raise ValueError(f"--{flag}={value} needs --engine sglang")
 
     def __init__(self, spec: EngineSpec) -> None:
         model = self.model = spec.module
@@ -683,15 +681,16 @@ class EmbeddedEngine(Engine):
         params, ids = request.params, request.completion.token_ids
         if ids[-1] in params.stop_token_ids:
             return "stop"
-        if params.stop:
-            # Each token has at least one byte, so this tail holds any stop string that has just
-            # ended.
-            assert self.tokenizer is not None
-            length = max(len(s.encode()) for s in params.stop) + 4
-            text = decoded(self.tokenizer, ids[-length:], keeps_special=True)
-            if any(s in text for s in params.stop):
-                return "stop"
+        if params.stop and self._has_stop_string(ids, params.stop):
+            return "stop"
         return "length" if len(request.ids) >= request.end else ""
+
+    def _has_stop_string(self, ids: list[int], stop: Sequence[str]) -> bool:
+        # Each token has at least one byte, so this tail holds any stop string that has just ended.
+        assert self.tokenizer is not None
+        length = max(len(s.encode()) for s in stop) + 4
+        text = decoded(self.tokenizer, ids[-length:], keeps_special=True)
+        return any(s in text for s in stop)
 
     def _finish(self, request: GenerationRequest) -> None:
         if request.session and self._slots.is_batched:

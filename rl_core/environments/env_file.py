@@ -160,13 +160,8 @@ def check_names(module: ModuleType, path: str) -> None:
         # Constants and names with a leading _ are free.
         if name.startswith("_") or name.isupper() or inspect.ismodule(value) or is_imported:
             continue
-        known = FUNCTIONS if callable(value) else SETTINGS
-        for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
-            if close not in has:  # Else the name is a helper of that hook.
-                raise ValueError(
-                    f"{path}: {name!r} is not a hook; did you mean {close!r}? Begin a helper's "
-                    "name with _"
-                )
+        if name not in RULES:
+            refuse_misspelled(name, value, has, path)
     if "agent" in has and "tools" in has:
         raise ValueError(
             f"{path}: tools is a setting of conversations without an agent; an agent sends its "
@@ -174,11 +169,8 @@ def check_names(module: ModuleType, path: str) -> None:
         )
     for name, (is_good, rule) in RULES.items():
         if has.get(name) is not None and not is_good(has[name]):
-            if name == "tools" and "rollout" in has:
-                rule += "; rename a variable of the rollout's, for example to _tools"
-            if name == "reward_fn" and isinstance(has[name], (list, tuple)):
-                rule += "; mark each of several functions with @reward (from rl_core import reward)"
-            raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}")
+            hint = hint_of(name, has)
+            raise ValueError(f"{path}: {name} = {shorten(has[name])} must be {rule}{hint}")
     rewards = marked_rewards(module)
     if not has.keys().isdisjoint(("agent", "rollout", "box")):
         check_replaced(has, rewards, path)
@@ -186,6 +178,24 @@ def check_names(module: ModuleType, path: str) -> None:
         from rl_core.environments.file_hints import no_hook
 
         raise ValueError(f"{path}: {no_hook(module)}")
+
+
+def hint_of(name: str, has: dict[str, Any]) -> str:
+    if name == "tools" and "rollout" in has:
+        return "; rename a variable of the rollout's, for example to _tools"
+    if name == "reward_fn" and isinstance(has[name], (list, tuple)):
+        return "; mark each of several functions with @reward (from rl_core import reward)"
+    return ""
+
+
+def refuse_misspelled(name: str, value: object, has: dict[str, Any], path: str) -> None:
+    known = FUNCTIONS if callable(value) else SETTINGS
+    for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
+        if close not in has:  # Else the name is a helper of that hook.
+            raise ValueError(
+                f"{path}: {name!r} is not a hook; did you mean {close!r}? Begin a helper's name "
+                "with _"
+            )
 
 
 def check_replaced(has: dict[str, Any], rewards: dict[str, Any], path: str) -> None:

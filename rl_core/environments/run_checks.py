@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rl_core.config import AlgoConfig
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import check_name
 
@@ -63,12 +64,8 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
                 f"give --actors.{name}.train false"
             )
         settings = config.of(name)
-        if settings.algo.teacher:
-            from rl_core.sampling.teacher_prompts import check_taught
-
-            check_taught(settings, name, envs)
-        if settings.algo.gigpo_coef or settings.algo.gigpo_discount:
-            check_keys(settings, envs)
+        if settings.algo != AlgoConfig():
+            check_hooks_of_algorithm(settings, name, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
             f"of {config.env_path} some define advantage_fn and others do not; let all do, or none"
@@ -86,6 +83,17 @@ def check_is_read(config: Config, name: str, env: Env) -> None:
             "reads load_tasks() of a file, where --data.train names no rows, and row_to_prompt() "
             "alone; leave --env_path out"
         )
+
+
+def check_hooks_of_algorithm(config: Config, name: str, envs: dict[str, Env]) -> None:
+    """Raises ValueError if an actor's algorithm needs hooks that the environments lack. `config`:
+    with the actor's settings."""
+    if config.algo.teacher:
+        from rl_core.sampling.teacher_prompts import check_taught
+
+        check_taught(config, name, envs)
+    if config.algo.gigpo_coef or config.algo.gigpo_discount:
+        check_keys(config, envs)
 
 
 def check_tools(config: Config, envs: dict[str, Env], chats: dict[str, Chat]) -> None:

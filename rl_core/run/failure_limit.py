@@ -38,19 +38,23 @@ class FailureLimit(Plugin):
             await trainer.call("give_up")
             if not config.save:
                 raise
-            flags = "--reasons --eval" if name.startswith("eval/") else "--reasons"
-            raise RunError(f"{error}; all reasons: rl-core show {trainer.out} {flags}") from error
+            raise RunError(f"{error}; all reasons: {self.show_command(name)}") from error
         await trainer.call("on_failures", step, reasons)
+
+    def show_command(self, name: str) -> str:
+        """The command that counts the reasons of a step, or of an evaluation."""
+        flags = "--reasons --eval" if name.startswith("eval") else "--reasons"
+        return f"rl-core show {self.trainer.out} {flags}"
 
     def after_run(self) -> None:
         """Logs the number of failed episodes, and the command that counts the reasons."""
         for kind, tally in self.tallies.items():
             if not tally["failed"]:
                 continue
-            kinds, flag = (" of evaluations", " --eval") if kind == "eval" else ("", "")
+            kinds = " of evaluations" if kind == "eval" else ""
             line = f"  {tally['failed']} of {tally['episodes']} episodes{kinds} failed"
             if self.trainer.config.rollout.save:
-                line += f": rl-core show {self.trainer.out} --reasons{flag}"
+                line += f": {self.show_command(kind)}"
             self.trainer.log.say(line)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
@@ -263,11 +263,14 @@ class RolloutWorker:
             if self.running or num_ready > before:
                 until = time.monotonic() + self.timeout_s
             elif time.monotonic() > until:
-                raise RunError(
-                    f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} "
-                    f"groups of episodes, of which {num_ready} are complete: other ranks "
-                    f"finished none within --timeout_s={self.timeout_s:g}"
-                )
+                self._refuse_to_wait(num_groups, num_ready)
+
+    def _refuse_to_wait(self, num_groups: int, num_ready: int) -> NoReturn:
+        raise RunError(
+            f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} groups of "
+            f"episodes, of which {num_ready} are complete: other ranks finished none within "
+            f"--timeout_s={self.timeout_s:g}"
+        )
 
     async def _wait(self, timeout_s: float) -> None:
         """Waits for the end of a group of this rank, at most timeout_s. Raises the group's
