@@ -24,7 +24,7 @@ from script_tools import make_parser
 from script_tools import write_rows as write_file
 
 from rl_core.data.preference_pairs import pair_messages
-from rl_core.data.rows import load_rows
+from rl_core.data.row_files import load_rows
 from rl_core.data.tables import load_other
 
 Row = dict[str, Any]

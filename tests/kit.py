@@ -623,10 +623,10 @@ def kill_session(process: subprocess.Popen | ForkedProcess | RanksProcess) -> No
 
 def load_rows(source: str, split: str = "train", **rollouts: Any) -> Sequence[dict]:
     """Rows of any kind of source."""
-    from rl_core.data import rows
+    from rl_core.data import row_files
     from rl_core.data.tasks.sources import load_other
 
-    return rows.load_rows(source, split, functools.partial(load_other, **rollouts))[0]
+    return row_files.load_rows(source, split, functools.partial(load_other, **rollouts))[0]
 
 
 def wait_until(happened: Callable[[], Any], name: str, timeout_s: float = 60) -> None:

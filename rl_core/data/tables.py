@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
+from rl_core.data.row_files import encoding_of, parse_rows, read_json
 from rl_core.data.rows import (
     CHECKED_ROWS,
     JSON_FILES,
@@ -24,10 +25,7 @@ from rl_core.data.rows import (
     SEPARATORS,
     TABLES,
     TOKENIZERS,
-    encoding_of,
-    parse_rows,
     quiet_datasets,
-    read_json,
     suffix_of,
 )
 from rl_core.errors import nearest

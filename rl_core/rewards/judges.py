@@ -181,7 +181,7 @@ def read_criteria(criteria: str | Path | Iterable[str | Row]) -> list[tuple[str,
     if isinstance(rows, str) and rows.lstrip().startswith("["):
         rows = json.loads(rows)
     if isinstance(rows, (str, Path)):
-        from rl_core.data.rows import read_json
+        from rl_core.data.row_files import read_json
 
         rows = read_json(Path(rows))
     read = []

@@ -16,7 +16,6 @@ from rl_core.sampling.actor import EpisodeActors, Speaker, revived
 from rl_core.sampling.deadlines import run_within, wait_for_all
 from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.env import SESSION_CODES, Env
-from rl_core.sampling.group_rewards import add_group_rewards, group_rewards
 from rl_core.sampling.groups import Group
 from rl_core.sampling.hooks import HookError
 from rl_core.sampling.reward_parts import UnscoredError, refuse_unscored
@@ -137,6 +136,8 @@ class EpisodeRunner:
         self, env: Env, group: Group, task: asyncio.Future[Task], trajectories: list[Trajectory]
     ) -> None:
         """Adds group rewards. If they raise, all trajectories of the group fail."""
+        from rl_core.sampling.group_rewards import add_group_rewards, group_rewards
+
         seed = counter_seed(group.seed_of("schedule"), "group")
         players = self.players(env, group, SCORING, seed)
         try:

@@ -14,7 +14,7 @@ from zlib import crc32
 from pydantic import TypeAdapter
 
 from rl_core.data.image_parts import load_images, set_images
-from rl_core.data.rows import read_json
+from rl_core.data.row_files import read_json
 from rl_core.sampling.conversation import Conversation, TokenConversation
 from rl_core.sampling.groups import Group
 from rl_core.types import Completion, JSONObject, Message, SamplingParams, Trajectory

@@ -167,7 +167,7 @@ def check_oracle(
 
 def refused_tasks(rows: str | None) -> dict[str, list[str]]:
     """Reason -> names of the tasks that are left out of folders in Harbor's format."""
-    from rl_core.data.rows import is_tasks_folder
+    from rl_core.data.row_files import is_tasks_folder
     from rl_core.environments.agents.harbor_tasks import read_tasks
 
     refused: dict[str, list[str]] = {}
@@ -233,7 +233,7 @@ def describe_hook(hook: Hook) -> str:
 def load_tasks(env: Env, options: argparse.Namespace) -> list[Task]:
     """The first tasks. Checks before that every row has the columns that hooks need."""
     from rl_core.data.column_names import RenamedColumns, check_columns_exist
-    from rl_core.data.rows import load_rows
+    from rl_core.data.row_files import load_rows
     from rl_core.data.task_rows import TaskSource
     from rl_core.data.tasks.prompt_hook import MadePrompts
     from rl_core.data.tasks.sources import load_other

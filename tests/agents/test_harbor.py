@@ -20,7 +20,7 @@ import pytest
 from kit import ROOT
 
 from rl_core.data.episodes import failure_reason
-from rl_core.data.rows import load_rows
+from rl_core.data.row_files import load_rows
 from rl_core.data.task_rows import make_task
 from rl_core.data.tasks.sources import load_other
 from rl_core.data.tool_calls import ToolCalls

@@ -20,7 +20,7 @@ from rl_core.data.image_families import PixelCache
 from rl_core.data.image_parts import images_of, is_picture
 from rl_core.data.images import decoded_image, image_of, read_image
 from rl_core.data.preference_pairs import pair_messages
-from rl_core.data.rows import load_rows
+from rl_core.data.row_files import load_rows
 from rl_core.data.sft_samples import sft_messages
 from rl_core.data.tables import load_other
 from rl_core.data.task_rows import TaskSource, make_task

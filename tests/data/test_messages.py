@@ -31,7 +31,7 @@ from rl_core.config import RolloutConfig, parse_config
 from rl_core.data.canonical_messages import canonical_messages, canonical_tools
 from rl_core.data.chat import Chat
 from rl_core.data.preference_pairs import reply_pair, scored_pair
-from rl_core.data.rows import load_rows
+from rl_core.data.row_files import load_rows
 from rl_core.data.sft_samples import sft_messages, sft_samples, trained_messages
 from rl_core.data.tables import load_other
 from rl_core.data.task_rows import make_task, row_tools

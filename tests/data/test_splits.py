@@ -49,10 +49,10 @@ same = {"builder_name": "parquet", "dataset_name": "name", "config_name": "defau
 DatasetInfo(features=features, splits=splits, **same).write_to_directory(str(folder))
 
 from functools import partial
-from rl_core.data import rows
+from rl_core.data import row_files
 from rl_core.data.tables import load_other
 
-load_rows = partial(rows.load_rows, load_other=load_other)
+load_rows = partial(row_files.load_rows, load_other=load_other)
 
 asked = {"train": ("org/name", "train"), "test": ("org/name", "test"), "validation": ("org/name@validation", "train")}
 print(json.dumps({name: [row["prompt"] for row in load_rows(*how)[0]] for name, how in asked.items()}))

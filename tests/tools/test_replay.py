@@ -10,7 +10,7 @@ import zstandard
 from kit import STOP, run, run_ranks, steps, trajectories, words
 from transformers import AutoModelForCausalLM
 
-from rl_core.data.rows import read_json
+from rl_core.data.row_files import read_json
 from rl_core.tools.cli import main
 
 RL = (

@@ -11,7 +11,7 @@ import stage
 import yaml
 from kit import LETTERS, ROOT, STOP, run, steps, weights, words
 
-from rl_core.data.rows import read_json
+from rl_core.data.row_files import read_json
 from rl_core.data.tables import read_rewards
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import load_env

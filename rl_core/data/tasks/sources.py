@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
-from rl_core.data.rows import is_tasks_folder, load_rows
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.environments.row_columns import check_columns
 from rl_core.sampling.env import Env
@@ -139,6 +138,8 @@ def rows_of_files(
         build=config.agents.build_network,
         verify=config.agents.verify_network,
     )
+    from rl_core.data.row_files import load_rows
+
     rows, files = load_rows(path, "train" if is_train else "test", load)
     if is_pairs:
         from rl_core.data.preference_pairs import pair_rows
@@ -198,6 +199,8 @@ def load_other(
 ) -> list[tuple[str, Sequence[Row]]]:
     """tables.load_other(), or the tasks of a folder in Harbor's format. `networks`: of
     task_rows()."""
+    from rl_core.data.row_files import is_tasks_folder
+
     folder = Path(name).expanduser()
     if not files and is_tasks_folder(folder):
         from rl_core.environments.agents.harbor_tasks import NETWORKS, task_rows

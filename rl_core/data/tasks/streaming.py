@@ -18,7 +18,8 @@ import numpy as np
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
-from rl_core.data.rows import check_exists, data_folder, files_of, parse_rows, suffix_of
+from rl_core.data.row_files import files_of, parse_rows
+from rl_core.data.rows import check_exists, data_folder, suffix_of
 from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.task_rows import TaskSource, make_task
 from rl_core.data.tasks.prompt_hook import MadePrompts

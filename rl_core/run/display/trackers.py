@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from rl_core.config import Config
 from rl_core.config.flag_parsing import flags_in
 from rl_core.data.image_parts import without_pixels
-from rl_core.data.rows import read_json, write_whole
+from rl_core.data.row_files import read_json
+from rl_core.data.rows import write_whole
 from rl_core.distributed import all_gather_json
 from rl_core.errors import nearest, require, split
 from rl_core.plugin import Plugin, RunState

@@ -11,8 +11,6 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import constants, try_to_load_from_cache
-
 from rl_core.errors import nearest_folder
 from rl_core.run.plan.model_paths import check_local
 
@@ -31,6 +29,8 @@ def check_path(name: str) -> None:
 
 def is_cached(name: str) -> bool:
     """True if the hub's cache has the model's config.json."""
+    from huggingface_hub import try_to_load_from_cache
+
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
     except ValueError:  # The name is not valid on the hub.
@@ -40,6 +40,8 @@ def is_cached(name: str) -> bool:
 @cache
 def is_hub_reachable() -> bool:
     """False if nothing listens at the hub's address; libraries would retry for half a minute."""
+    from huggingface_hub import constants
+
     if getproxies() or constants.HF_HUB_OFFLINE:
         return True
     url = urlsplit(constants.ENDPOINT)
