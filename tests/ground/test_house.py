@@ -209,6 +209,9 @@ IDLE = "sandbox environments.service environments.agents tools.viewer learning.t
 IDLE += "learning.lora learning.moe data.image_families data.tool_calls models.vision "
 IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resume data.tables "
 IDLE += "learning.muon learning.adamw8bit data.tokenizer_facts data.tasks.prompt_hook "
+IDLE += "sampling.group_rewards sampling.turn_views sampling.own_rollout data.row_files "
+IDLE += "learning.sample_exchange run.saving.best_keeper run.plan.model_errors models.vision "
+IDLE += "models.kernels.math_attention data.row_openings "
 IDLE += "data.sft_samples data.preference_pairs data.tool_schemas data.column_names"
 
 
