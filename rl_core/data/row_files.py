@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from rl_core.data.rows import (
-    IN_MEMORY_BYTES,
     JSON_FILES,
-    MAX_NESTING,
-    NESTED,
     ROLLOUTS,
     TABLES,
     check_exists,
@@ -24,6 +21,12 @@ from rl_core.data.rows import (
 from rl_core.errors import split as comma_split
 from rl_core.json_limits import ESCAPED, lone_surrogate, may_be_deeper, nesting
 from rl_core.types import Row
+
+# Size of a .jsonl file up to which it is read; rows of larger files and of tables stay on disk.
+IN_MEMORY_BYTES = 64 << 20
+# Deepest nesting of objects and lists in a row, because code that reads rows recurses.
+MAX_NESTING = 200
+NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 
 
 def load_rows(

@@ -17,11 +17,6 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*SEPARATORS, ".parquet", ".arrow")
 # Are checked at start-up where rows are many; those beyond when they are drawn.
 CHECKED_ROWS = 20_000
-# Size of a .jsonl file up to which it is read; rows of larger files and of tables stay on disk.
-IN_MEMORY_BYTES = 64 << 20
-# Deepest nesting of objects and lists in a row, because code that reads rows recurses.
-MAX_NESTING = 200
-NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 ROLLOUTS = ".jsonl.zst"  # one trajectory a line
 # File next to a run's rollouts: actor -> fingerprint of the tokenizer.
 TOKENIZERS = "tokenizers.json"

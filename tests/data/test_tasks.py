@@ -12,7 +12,7 @@ import pytest
 from kit import load_rows
 from torch.utils.data import ConcatDataset
 
-from rl_core.data import rows as rows_of
+from rl_core.data import row_files as rows_of
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
 from rl_core.data.context_columns import CONTEXT_COLUMNS
 from rl_core.data.rows import row_place
@@ -272,7 +272,7 @@ def test_a_file_that_holds_no_rows_is_refused_in_one_line_with_its_name(
     tmp_path, name, content, match, in_memory, monkeypatch
 ):
     if not in_memory:
-        monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", -1)
+        monkeypatch.setattr("rl_core.data.row_files.IN_MEMORY_BYTES", -1)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"^[^\n]*{match}") as error:
         load_rows(str(tmp_path / name))
@@ -310,7 +310,7 @@ def test_errors_name_the_number_of_a_row_and_its_file(tmp_path):
 def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(
     limit, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", limit)
+    monkeypatch.setattr("rl_core.data.row_files.IN_MEMORY_BYTES", limit)
     path = tmp_path / "x.jsonl"
     path.write_bytes(
         "\ufeff".encode()
@@ -321,7 +321,7 @@ def test_unicode_line_separators_and_a_byte_order_mark_do_not_split_rows(
 
 
 def test_rows_of_a_large_file_stay_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_core.data.rows.IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr("rl_core.data.row_files.IN_MEMORY_BYTES", 0)
     monkeypatch.setattr("rl_core.data.tables.CHECKED_ROWS", 2)
     lines = [json.dumps({"prompt": f"say {n}", "text": "x" * 1000}) for n in range(1000)]
     lines[500:501] = ["", '{"prompt": 5', "  "]
