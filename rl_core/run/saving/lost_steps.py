@@ -1,4 +1,4 @@
-"""Removes what a killed run wrote after the checkpoint from which it resumes."""
+"""Removes lines and files of steps that a killed run made after its checkpoint."""
 
 from __future__ import annotations
 
