@@ -321,6 +321,10 @@ def test_a_loss_that_overflows_is_refused_and_so_is_a_step_without_gradients(lor
     lora.drop_gradients("model0")  # The queue does, after a request that failed.
     with pytest.raises(ValueError, match="no gradients"):
         lora.optim_step("model0", ADAM)
+    lora.forward_backward("model0", forward_backward([row([8, 9])]))
+    lora.create("model0", LORA, 1)  # Another client's, who has the learner next.
+    with pytest.raises(ValueError, match="no gradients"):
+        lora.optim_step("model0", ADAM)
 
 
 def test_the_gradient_is_clipped_to_the_requests_norm(lora):
