@@ -310,7 +310,8 @@ class MultiLora:
         order = sorted(range(len(samples)), key=lambda i: samples[i].token_ids.tobytes())
         samples = [samples[i] for i in order]
         plan = MinibatchPlan(groups={"": 0}, num_used=sum(len(s.token_ids) for s in samples))
-        fill_bins(plan, [[*make_units(samples, plan, 0, learner.budget)]], learner.budget)
+        units = [list(unit) for unit in make_units(samples, plan, 0, learner.budget)]
+        fill_bins(plan, [units], learner.budget)
         batches, members = [], []
         for units in plan.bins[self.ranks.dp_rank :: learner.budget.num_ranks]:
             numbers = []
