@@ -34,7 +34,7 @@ OF_RUN = [
     ),
     (
         lambda c: c.is_rl and not c.env_path and not c.online.on,
-        "--env_path is missing: a Python file with a reward_fn",
+        "--env_path is missing: a Python file with a reward_fn, or --online for a run without one",
     ),
     (
         lambda c: not c.is_rl and len(c.actors) > 1,
@@ -94,6 +94,10 @@ OF_RUN = [
 
 def check(config: Config) -> None:
     """Raises ValueError with the flag, the rule and the fix."""
+    if config.online.on and not config.is_rl:
+        raise ValueError(
+            f"--online cannot be combined with --algorithm {config.algorithm}; leave one out"
+        )
     only = {f.name: f.metadata["only"] for f in dataclasses.fields(config)}
     for name, value, f in flags_in(config):
         algorithms = only[name.partition(".")[0]] + f.metadata["only"]

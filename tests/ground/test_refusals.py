@@ -405,8 +405,10 @@ FLAGS = [
     ([], "--model m --env_path x.py", "--out is missing"),
     ([], "--out x --env_path x.py", "--model is missing: a folder or hub name"),
     ([], "--out x --resume", "--out x: there is no run to resume; to start one, name a model"),
+    ([], "--out x --model m --online.port 8101", "or --online for a run without one"),
     ([], "--out x --model m", "--env_path is missing"),
     # a flag of another algorithm
+    (MODEL, f"{SFT} --online", "--online cannot be combined with --algorithm sft; leave one out"),
     (MODEL, f"{SFT} --max_staleness 1", "--max_staleness=1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --algo.kl_coef 0.1", "--algo.kl_coef=0.1 has no meaning for --algorithm sft"),
     (MODEL, f"{SFT} --actors.policy.algo.kl_coef 0.1", "} has no meaning for --algorithm sft"),
