@@ -4,6 +4,7 @@ by written replies, so that a client can be written first. It serves until Ctrl-
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import tempfile
@@ -28,6 +29,10 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args([arg for arg in argv if arg != "--online"])
     run_hooks(serve(options), options.hook_timeout_s)
     return 0
+
+
+async def unjudged(*_: object) -> None:
+    """Accepts a text without a score, in place of the actor that --online.judge names in a run."""
 
 
 async def serve(options) -> None:
@@ -64,7 +69,7 @@ async def serve(options) -> None:
             rollouts=Path(folder),
             config=OnlineConfig(reward_s=options.reward_s),
             make_players=make_players,
-            scorer=scorer_of(env, None),
+            scorer=dataclasses.replace(scorer_of(env, None), judge=unjudged),
         )
         server = OnlineServer(AgentsConfig(host=options.host), options.port, sessions, key)
         await server.start()

@@ -151,6 +151,10 @@ async def rates_by_text(client, sessions):
     return await rates_with(client, sessions, reward="good")
 
 
+async def rates_in_words_that_nothing_scores(client, sessions):
+    return await rates_with(client, sessions, text="too long")
+
+
 async def rates_by_many_parts(client, sessions):
     return await rates_with(client, sessions, reward={f"part {n}": 1 for n in range(1000)})
 
@@ -212,6 +216,7 @@ REFUSALS = {
     rates_nothing: 400,
     rates_by_text: 400,
     rates_by_many_parts: 400,
+    rates_in_words_that_nothing_scores: 400,
     rates_what_is_not_there: 404,
     rates_anothers: 404,
     asks_after_the_end: 410,
@@ -334,7 +339,7 @@ SCORES = {
     "a judge alone": (None, "so [[1]]", "bad", None, {"feedback": 0.0}),
     "a judge who does not": (None, "hm", "bad", None, None),
     "a hook that fails": (ENV, "", None, {}, None),
-    "nobody": (None, "", "bad", None, None),
+    "nobody": (None, "", "", None, None),
 }
 
 

@@ -474,8 +474,8 @@ class EndpointServer:
 
     async def no_such_path(self, http: web.Request) -> web.Response:
         refusal = Refusal(
-            f"there is no {http.path}; llm.base_url ends in /v1, for OpenAI's clients, and "
-            "llm.anthropic_url does not, for Anthropic's",
+            f"there is no {http.method} {http.path}; the base URL of OpenAI's clients ends in /v1, "
+            "that of Anthropic's does not",
             status=404,
         )
         return await refuse(http, refusal)

@@ -71,6 +71,9 @@ class OnlineServer(EndpointServer):
             return session
         if key in self.sessions.over:
             raise Refusal(f"{self.sessions.over[key]} is over", status=410, code="session_over")
+        if is_key(key, self.admin.api_key):
+            text = "this is the admin key; use the api_key that /rl/start_session answers"
+            raise Refusal(text, status=401, code="invalid_api_key")
         raise Refusal(NO_EPISODE.replace("episode", "session"), status=401, code="invalid_api_key")
 
     def admit(self, request: web.Request, endpoint: Endpoint) -> None:

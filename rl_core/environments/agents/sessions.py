@@ -42,7 +42,7 @@ PREFIXES = ("chatcmpl-", "resp_", "msg_")  # Of a reply's id in each dialect.
 MAX_OVER = 10_000  # Keys of sessions that are over, which get 410 instead of 401.
 MAX_TEXTS = 100  # Texts of feedback in one session.
 TICK_S = 0.2
-Judge = Callable[[EpisodeActors, list[Message], str], Awaitable[float]]
+Judge = Callable[[EpisodeActors, list[Message], str], Awaitable[float | None]]
 
 
 class RestoredTurns:
@@ -187,6 +187,8 @@ class OnlineSession(Endpoint):
                 raise Refusal(
                     f"give a reward, a number or a dict of them, or a text; at most {MAX_TEXTS}"
                 )
+            if not self.sessions.scorer.reads_text and not self.sessions.is_restoring:
+                raise Refusal("nothing scores a text; add feedback_fn or --online.judge")
             self.texts.append((reply_id, text))
             event["text"] = text
         else:
@@ -286,6 +288,10 @@ class Scorer:
     env_code: Callable[[], str]
     feedback: Hook | None = None  # feedback_fn of the file.
     judge: Judge | None = None
+
+    @property
+    def reads_text(self) -> bool:
+        return self.feedback is not None or self.judge is not None
 
     async def trajectories(self, session: OnlineSession) -> list[Trajectory]:
         """None if nobody has rated the session."""
