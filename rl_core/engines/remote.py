@@ -446,12 +446,12 @@ class RemoteEngine(Engine):
 
 def connect(
     names: Iterable[str], ranks: Ranks, dtype: torch.dtype, timeout_s: float
-) -> dict[str, RemoteEngine]:
+) -> dict[str, Engine]:
     """A learner's engines by actor. Waits until the ranks that sample have published their
     addresses."""
     channel = make_weight_channel(ranks, timeout_s)
     size = ranks.rollout_ranks
-    return engines_at(1, size, names, ranks, timeout_s, channel=channel, dtype=dtype)
+    return {**engines_at(1, size, names, ranks, timeout_s, channel=channel, dtype=dtype)}
 
 
 def engines_at(

@@ -180,7 +180,7 @@ def check_names(module: ModuleType, path: str) -> None:
         raise ValueError(f"{path}: {no_hook(module)}")
 
 
-def hint_of(name: str, has: dict[str, Any]) -> str:
+def hint_of(name: str, has: dict[str, object]) -> str:
     if name == "tools" and "rollout" in has:
         return "; rename a variable of the rollout's, for example to _tools"
     if name == "reward_fn" and isinstance(has[name], (list, tuple)):
@@ -188,10 +188,11 @@ def hint_of(name: str, has: dict[str, Any]) -> str:
     return ""
 
 
-def refuse_misspelled(name: str, value: object, has: dict[str, Any], path: str) -> None:
+def refuse_misspelled(name: str, value: object, has: dict[str, object], path: str) -> None:
     known = FUNCTIONS if callable(value) else SETTINGS
     for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
-        if close not in has:  # Else the name is a helper of that hook.
+        # Else the name is a helper of that hook, or a common one.
+        if close not in has and name != "feedback":
             raise ValueError(
                 f"{path}: {name!r} is not a hook; did you mean {close!r}? Begin a helper's name "
                 "with _"

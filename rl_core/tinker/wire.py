@@ -12,7 +12,7 @@ import binascii
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -381,7 +381,7 @@ class Sample(ClientRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse(cls, values: Any) -> Any:
+    def refuse(cls, values: object) -> object:
         for name in NOT_SAMPLED:
             if isinstance(values, dict) and values.get(name):
                 raise ValueError(f"{name} is not supported; leave it out")

@@ -26,6 +26,7 @@ BUDGET = {
     "learning": 2,
     "models": 2,
     "sampling": 3,
+    "tinker": 8,
 }
 
 

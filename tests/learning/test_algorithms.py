@@ -29,6 +29,7 @@ from rl_core.types import Completion, Trajectory, Turn
 
 DEFAULTS = {
     "advantage": "group_norm",
+    "baseline": "group",
     "normalize": "none",
     "objective": "clip",
     "clip_low": 0.2,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
+from types import ModuleType
 from typing import cast
 
 from aiohttp import web
@@ -88,7 +89,7 @@ class OnlineServer(EndpointServer):
     async def send(
         self,
         http: web.Request,
-        dialect: object,
+        dialect: ModuleType,
         endpoint: Endpoint,
         request: Request,
         attempt: Attempt,

@@ -192,7 +192,7 @@ def unscored_module() -> ModuleType:
         raise NotImplementedError  # Sessions play by their requests.
 
     module = ModuleType("online")
-    module.rollout = rollout
+    vars(module)["rollout"] = rollout
     rollout.__module__ = module.__name__
     return module
 

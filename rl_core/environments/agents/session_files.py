@@ -121,8 +121,9 @@ def summary(events: list[JSONObject]) -> JSONObject:
 
 
 def completion_of(value: JSONObject) -> Completion:
-    pairs = [(index, version) for index, version in value.get("newer_versions", ())]
-    return Completion(**value | {"newer_versions": pairs})
+    completion = Completion(**value)
+    completion.newer_versions = [(i, version) for i, version in completion.newer_versions]
+    return completion
 
 
 def summaries(rollouts: Path) -> list[JSONObject]:

@@ -488,7 +488,7 @@ class Sessions:
             kinds = {event["event"]: event for event in events}
             is_trained = kinds.get("step", {}).get("step", math.inf) <= step
             if is_trained or "left_out" in kinds:
-                self.over_since[number] = kinds.get("step", kinds.get("left_out"))["step"]
+                self.over_since[number] = kinds["step" if "step" in kinds else "left_out"]["step"]
                 self.over[events[0]["key"]] = f"session-{number:06d}"
                 continue
             await self.replay(server, number, events)

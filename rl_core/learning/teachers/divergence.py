@@ -110,7 +110,7 @@ class FusedDivergence(torch.autograd.Function):
             return grad_CS
 
         has_weight = ctx.needs_input_grad[1]
-        gradients = tiled_gradients(hidden_MD, weight_VD, tiles, split, has_weight, gradient_of)
+        gradients = tiled_gradients(hidden_MD, weight_VD, tiles, has_weight, gradient_of)
         return *gradients, None, None
 
 

@@ -304,7 +304,7 @@ def export_policy(
         # save_pretrained() restores the names of the original checkpoint.
         plain.save_pretrained(scratch, state_dict=weights)
         tokenizer.save_pretrained(scratch)
-        if base and plain.config.sub_configs:
+        if base:
             copy_processor_files(base, scratch)
 
 
