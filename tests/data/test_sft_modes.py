@@ -391,6 +391,7 @@ def test_what_rollouts_cannot_be(rollouts, tiny_model, tmp_path, capsys):
     flags = ["--model", str(tiny_model), *SORT, "--num_steps", "1", "--out", str(tmp_path / "run")]
     assert main([*flags, "--data.train", str(rollouts)]) == 1
     assert "which are for --algorithm sft" in capsys.readouterr().err
+    rows.write_text('{"prompt": "x", "completion": "y"}\n')
     sft = f"--model {tiny_model} --out {tmp_path}/run --algorithm sft --data.train {rows}"
     assert main([*sft.split(), "--data.min_reward", "1"]) == 1
     assert "min_reward=1.0 is for a run's rollouts" in capsys.readouterr().err

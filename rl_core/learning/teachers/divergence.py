@@ -97,7 +97,7 @@ class FusedDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_values):
         hidden_MD, weight_VD, *stats = ctx.saved_tensors
-        temperature, cap, split, tiles = ctx.options
+        temperature, cap, _, tiles = ctx.options
 
         def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
             z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
