@@ -101,9 +101,9 @@ class Online(Plugin):
         players = EpisodeActors(
             trainer.speakers, group.params, seed, f"online/{number:06d}", env.max_turns
         )
-        for name, actor in players.items():
-            assert actor.params is not None
-            actor.params = replace(actor.params, **group.own_params.get(name, {}))
+        for name, player in players.items():
+            assert player.params is not None
+            player.params = replace(player.params, **group.own_params.get(name, {}))
         return players
 
     async def refill(self, groups: list[Group]) -> list[Group]:

@@ -101,12 +101,12 @@ def test_episodes_that_other_flags_gave_are_refused(tmp_path, flags, says):
 # Flags that cannot change an evaluation, but by files and rows whose content is compared.
 FREE = (
     r"model|env_path|out|.*resume|run_name|trackers|device|deterministic|timeout_s|attention"
-    r"|algorithm|(.+\.)?(algo|critic|optim|preference|sft|rollout|sandbox|lora)\..+|cp|tp|dp_replicate"
+    r"|algorithm|(.+\.)?(algo|critic|optim|preference|sft|rollout|sandbox|lora)\..+|cp|ep|tp|dp_replicate"
     r"|tasks_per_step|group_size|num_(steps|epochs)|save_.+|keep_.+|push_to_hub|eval_every"
     r"|engine.*|weight_sync|rollout_ranks|max_staleness|print_samples|profile_step"
     r"|canary_tolerance|.*learner\.(?!dtype).+|.*sampling\.(temperature|top_[kp]|min_p)"
     r"|data\.(train|shuffle|shuffle_buffer|streaming|min_reward)|agents\.(public_)?host"
-    r"|envs\.NAME\.(weight|train|teacher)|actors\.NAME\.(model|api|api_key_env|chat_template)"
+    r"|online\..+|envs\.NAME\.(weight|train|teacher)|actors\.NAME\.(model|api|api_key_env|chat_template)"
     r"|actors\.NAME\.(lr|router_.+|lora_base|algorithm|update_every|ranks|engine_.+)"
 )
 

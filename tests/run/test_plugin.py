@@ -18,7 +18,8 @@ HOOKS = {name for name, _ in inspect.getmembers(Plugin, inspect.isfunction)}
 def called_hooks() -> set[str]:
     """Names that are given to Trainer.call()."""
     names = set()
-    for file in (ROOT / "rl_core").rglob("*.py"):
+    files = {*(ROOT / "rl_core").rglob("*.py")} - {*(ROOT / "rl_core/tinker").iterdir()}
+    for file in files:  # Methods of the tinker server are called by name too.
         for node in ast.walk(ast.parse(file.read_text())):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
             owner = ast.unparse(node.func.value) if is_call else ""
