@@ -2,7 +2,7 @@
 of each row and no padding.
 
 A decode step by the modules of a 0.6B model launches 1,563 kernels; most of them compute for less
-time than they take to start. scripts/count_decode.py counts the launches of both.
+time than they take to start.
 
 Legend: n rows with one token each, L cached tokens, E hidden size, H heads, K key-value heads, D
 head dim.

@@ -148,15 +148,18 @@ print(pid)
 """
 
 
-@pytest.mark.parametrize("daemon", [DAEMON, HEADLESS_DAEMON], ids=["sleeps", "is headless"])
-def test_what_a_command_leaves_behind_is_ended(daemon):
-    result = run(python(daemon))
-    wait_until(lambda: not is_running(int(result.stdout)), "the daemon's end")
+LEFT_BEHIND = {
+    "daemon": DAEMON,
+    "headless daemon": HEADLESS_DAEMON,
+    "child that holds the pipe": "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)",
+}
 
 
-def test_a_child_that_holds_the_pipe_is_not_waited_for():
-    result = run(python("import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)"))
-    assert not is_running(int(result.stdout))
+@pytest.mark.parametrize("kind", LEFT_BEHIND)
+def test_a_command_ends_with_all_that_it_started(kind):
+    """No program ends by itself, so a command that waited for one would not return."""
+    result = run(python(LEFT_BEHIND[kind]))
+    wait_until(lambda: not is_running(int(result.stdout)), f"the end of the {kind}")
 
 
 @pytest.fixture(params=["linux", "darwin"])

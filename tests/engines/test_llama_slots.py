@@ -10,12 +10,13 @@ import sys
 import pytest
 import torch
 from kit import run_afresh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.engines.fused_graphs import FusedGraphs
 from rl_core.engines.kv_slots import SlotModel
 from rl_core.engines.llama_slots import LlamaSlots
-from rl_core.models.kernels import llama_cpu
+from rl_core.models.kernels import llama_cpu, triton_decode
 from rl_core.models.kernels.fused_norms import fuse_norms
 from rl_core.models.options import LLAMA_LAYOUT
 
@@ -74,6 +75,40 @@ def hidden_states(sampler):
             tokens = torch.randint(61, (3, 1), generator=draw)
             states += sampler.forward(cache, slice(0, 3), tokens, sizes + step, 10 + step)
     return torch.cat(states)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that a GPU would start. Views and empty tensors start none."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_free = func.is_view or "empty" in func._schema.name or "_unsafe_view" in str(func)
+        self.num += not is_free
+        return func(*args, **(kwargs or {}))
+
+    def run_triton(self, *_, **__):
+        self.num += 1
+
+
+@needs_triton
+@torch.no_grad()
+def test_a_fused_decode_step_starts_12_kernels_a_layer(monkeypatch):
+    """Seven products, two norms, rotary positions, attention and the activation."""
+    counts = []
+    for num_layers in (2, 3):
+        config = AutoConfig.for_model("qwen3", **SIZES | {"num_hidden_layers": num_layers})
+        with torch.device("meta"):
+            slots = FusedGraphs(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        rows, cache = slice(0, 3), slots.make_cache(3, 30)
+        tokens = torch.zeros(3, 2, dtype=torch.long, device="meta")
+        with slots.borrowed():
+            LlamaSlots.forward(slots, cache, rows, tokens, None, 2)
+            with Launches() as launches:
+                monkeypatch.setattr(triton_decode, "run", launches.run_triton)
+                LlamaSlots.forward(slots, cache, rows, tokens[:, :1], tokens[:, 0], 30)
+        counts.append(launches.num)
+    assert counts[1] - counts[0] == 12
 
 
 @pytest.mark.parametrize("large_from", [1, 2**40])
