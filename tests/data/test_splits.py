@@ -4,12 +4,9 @@ one."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from kit import run, trajectories, words
+from kit import run, run_afresh, trajectories, words
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 
 from rl_core.config import Config, parse_config
@@ -95,12 +92,9 @@ def test_a_run_trains_on_the_training_split_and_evaluates_on_the_other(
 
 
 def test_a_split_of_the_hub_gives_its_own_rows(tmp_path):
-    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", HUB, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
-    assert rows == {
+    cache = {"HF_DATASETS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    output, _ = run_afresh(HUB, str(tmp_path), **cache)
+    assert json.loads(output.splitlines()[-1]) == {
         split: [f"{split} {n}" for n in range(3)] for split in ("train", "test", "validation")
     }
 

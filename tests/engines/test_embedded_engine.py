@@ -22,7 +22,6 @@ from rl_core.data.chat import Chat
 from rl_core.engines.grammars import Grammars, masked_logits
 from rl_core.engines.hf_sampling import choose_sampler
 from rl_core.engines.kv_slots import SlotModel, bytes_per_token, device_memory, sample_tokens
-from rl_core.models.heads import logit_change
 from rl_core.sampling.actor import Actor
 from rl_core.types import SamplingParams
 
@@ -68,13 +67,14 @@ ENDS = (1, 5)  # ids
 SCHEMAS = {  # schema: all texts of it
     "words": ({"enum": ["no", "noon", "yes"]}, ['"no"', '"noon"', '"yes"']),
     "numbers": ({"type": "integer", "minimum": 8, "maximum": 12}, ["8", "9", "10", "11", "12"]),
-    "true": ({"const": True}, ["true"]),
     "any": ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, ["true", "false", "null"]),
 }
 
 
-@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_k": 60, "top_p": 0.8}])
-@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize(
+    "kind, limits",
+    [("words", {}), ("numbers", {"top_k": 2}), ("any", {"top_k": 60, "top_p": 0.8})],
+)
 def test_a_token_is_drawn_from_the_ids_with_which_the_schema_continues(model, kind, limits):
     """Expected: by hand from all texts of the schema, with a tokenizer of one character a token."""
     pytest.importorskip("llguidance")
@@ -150,16 +150,6 @@ def test_logprobs_equal_a_plain_forward_with_fewer_slots_than_requests(any_model
     assert_logprobs(model, prompts, run(embedded(model, num_slots=7), prompts, params), temperature)
 
 
-def test_a_greedy_request_takes_the_likeliest_tokens(model):
-    prompts = random_prompts(6, seed=3)
-    params = [SamplingParams(max_tokens=9, temperature=i % 2) for i in range(6)]
-    completions = run(embedded(model, num_slots=6), prompts, params)
-    for prompt, completion in list(zip(prompts, completions, strict=True))[::2]:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + completion.token_ids])).logits[0]
-        assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-
-
 def test_rows_of_one_batch_have_temperatures_of_their_own(model):
     prompts = random_prompts(4, seed=4)
     temperatures = (1.0, 0.5, 1.0, 2.0)
@@ -226,10 +216,7 @@ def test_samples_do_not_depend_on_the_batch_or_slots(model):
     assert alone == [together[i] for i in (0, 13, 30)]
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}],
-)
+@pytest.mark.parametrize("limits", [{}, {"top_k": 8, "top_p": 0.7, "min_p": 0.1}])
 def test_samples_follow_the_softmax_of_the_tokens_that_the_limits_leave(model, limits):
     """Chi-square over 3000 first tokens; six standard deviations is beyond chance."""
     prompt, temperature, count = [5, 17, 40], 1.5, 3000
@@ -542,22 +529,6 @@ def test_new_weights_in_place_change_the_samples_and_drop_what_was_cached(model,
     assert_logprobs(model, [second] * 2, new)
 
 
-def test_weights_that_change_in_a_pause_sample_what_follows(model):
-    prompts, params = random_prompts(5), SamplingParams(max_tokens=20)
-
-    async def change(_):
-        for parameter in model.parameters():
-            parameter.data = 1.5 * parameter.data
-
-    engine = embedded(model)
-    result = asyncio.run(interrupted(engine, prompts, params, [6], change))
-    for prompt, completion in zip(prompts, result, strict=True):
-        expected = logprobs_of(model, prompt, completion.token_ids)
-        sampled = torch.tensor(completion.logprobs)
-        torch.testing.assert_close(sampled[8:], expected[8:], atol=1e-5, rtol=0)
-        assert (sampled[:5] - expected[:5]).abs().max() > 1e-3
-
-
 async def interrupted(engine, prompts, params, at: list[int], change) -> list:
     """Completions of all prompts at once. After each number of decode steps in `at` the engine is
     paused, and `change` runs."""
@@ -649,18 +620,6 @@ def test_weights_that_are_nan_are_an_error_and_not_a_sample(model):
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     with pytest.raises(ValueError, match="NaN"):
         run(embedded(model), [[1, 2]], SamplingParams(max_tokens=3))
-
-
-@pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "recurrent_gemma", "falcon_h1"])
-def test_keys_of_transformers_name_changed_logits(kind):
-    sizes = (
-        {"logits_scaling": 8.0}
-        if kind == "granite"
-        else {"lm_head_multiplier": 0.5}
-        if kind == "falcon_h1"
-        else {}
-    )
-    assert logit_change(AutoConfig.for_model(kind, **sizes)) != (1.0, None)
 
 
 def double_logits(model):

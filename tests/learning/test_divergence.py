@@ -10,12 +10,9 @@ from kit import (
     learn,
     make_learner,
     part_of,
-    run,
     sample,
-    weights,
 )
 from test_experts import family  # noqa: F401
-from test_teacher import ASK
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -263,22 +260,3 @@ def test_rewards_and_several_updates_stand_beside_a_teacher(tiny_model, teacher)
     rows = learn(learner, *[paid] * 4)
     losses = [row["teacher_loss_nats"] for row in rows]
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
-
-
-def test_a_resumed_run_is_as_one_that_was_not_stopped(tmp_path, tiny_model, teacher):
-    (tmp_path / "ask.py").write_text(ASK)
-    flags = (
-        f"--algorithm opd --env_path {tmp_path / 'ask.py'} --max_tokens 6 --tasks_per_step 2 "
-        f"--group_size 2 --optim.lr 1e-3 --model {tiny_model} --algo.teacher_loss jsd --algo.teacher"
-    )
-    uninterrupted = weights(run(tmp_path / "whole", flags, teacher, "--num_steps 4"))
-    run(tmp_path / "parts", flags, teacher, "--num_steps 2")
-    parts = weights(run(tmp_path / "parts", flags, teacher, "--num_steps 4 --resume"))
-    begun = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    moved = [
-        (uninterrupted[n].float() - w).abs().max()
-        for n, w in begun.named_parameters()
-        if n in uninterrupted
-    ]
-    assert max(moved) > 1e-3
-    assert all(torch.equal(value, parts[name]) for name, value in uninterrupted.items())

@@ -121,10 +121,9 @@ def test_a_kl_that_is_only_logged_changes_no_weight(tmp_path, tiny_model):
     assert "learn/policy/ref_kl_nats" not in steps(plain)[0]
 
 
+MEAN = "--algo.kl_coef 0.1 --algo.reference_decay 0.5"
 RENEWED = {
-    "mean": "--algo.kl_coef 0.1 --algo.reference_decay 0.5",
-    "adapter": "--algo.kl_coef 0.1 --algo.reference_decay 0.5 --actors.policy.lora.rank 4",
-    "offload": "--algo.kl_coef 0.1 --algo.reference_decay 0.5 --learner.offload always",
+    "mean": f"{MEAN} --actors.policy.lora.rank 4 --learner.offload always",
     "bf16": "--algo.kl_loss k3,0.1 --algo.kl_reward k1,0.1 --algo.reference_every 2 "
     "--learner.dtype bfloat16",
 }
@@ -135,47 +134,42 @@ def numbers(out) -> list[dict]:
     return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
 
 
-# "offload" and "adapter" resume means too.
-@pytest.mark.parametrize("case", [case for case in RENEWED if case != "mean"])
+@pytest.mark.parametrize("case", RENEWED)
 def test_a_run_with_a_renewed_reference_resumes_to_the_bit(case, tmp_path, tiny_model):
     (tmp_path / "ask.py").write_text(ASK)
     flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED[case])
-    uninterrupted = run(tmp_path / "whole", flags, "--num_steps 5")
-    parts = run(tmp_path / "parts", flags, "--num_steps 3")
-    run(parts, flags, "--num_steps 5 --resume")
-    assert numbers(parts) == numbers(uninterrupted)
-    for name, weight in weights(uninterrupted).items():
-        assert torch.equal(weights(parts)[name], weight)
+    flags += words("--num_steps 5 --save_every 3 --keep_checkpoints 0")
+    out = run(tmp_path / "run", flags)
+    rows, expected = numbers(out), weights(out)
+    shutil.rmtree(out / "checkpoints/step_000005")
+    run(out, flags, "--resume")
+    assert len(rows) == 5 and numbers(out) == rows
+    for name, weight in weights(out).items():
+        assert torch.equal(weight, expected[name]), name
 
 
 def test_two_ranks_renew_a_reference_as_one_does(tmp_path, tiny_model):
+    """With other splits of the weights, and one rank that resumes their run."""
     (tmp_path / "ask.py").write_text(ASK)
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED["mean"])
+    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, MEAN)
     flags += words("--num_steps 4 --optim.name sgd --optim.lr 0.05")
     one = run(tmp_path / "one", flags)
-    for more in ("--tp 2", "--learner.offload always"):
-        two = run(tmp_path / more.split()[0], flags, more, ranks=2)
-        for a, b in zip(numbers(one), numbers(two), strict=True):
-            names = ("learn/policy/ref_kl_nats", "learn/policy/loss", "learn/policy/grad_norm")
-            assert {n: b[n] for n in names} == pytest.approx(
-                {n: a[n] for n in names}, abs=1e-5, rel=1e-3
-            ), more
+
+    def compare(out, case: str) -> None:
+        for a, b in zip(numbers(one), numbers(out), strict=True):
+            for name in ("ref_kl_nats", "loss", "grad_norm"):
+                name = f"learn/policy/{name}"
+                assert b[name] == pytest.approx(a[name], abs=1e-5, rel=1e-3), (case, name)
+        found = weights(out)
         for name, weight in weights(one).items():
-            torch.testing.assert_close(weights(two)[name], weight, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
 
-
-def test_a_renewed_reference_goes_on_with_other_ranks(tmp_path, tiny_model):
-    (tmp_path / "ask.py").write_text(ASK)
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED["mean"])
-    flags += words("--optim.name sgd --optim.lr 0.05")
-    uninterrupted = run(tmp_path / "whole", flags, "--num_steps 4")
-    parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=2)
-    run(parts, flags, "--num_steps 4 --resume")
-    for name, weight in weights(uninterrupted).items():
-        torch.testing.assert_close(weights(parts)[name], weight, atol=2e-5, rtol=1e-4)
-    assert numbers(parts)[-1]["learn/policy/ref_kl_nats"] == pytest.approx(
-        numbers(uninterrupted)[-1]["learn/policy/ref_kl_nats"], rel=1e-3, abs=1e-5
-    )
+    compare(run(tmp_path / "tp", flags, "--tp 2", ranks=2), "tp")
+    saves = "--save_every 2 --keep_checkpoints 0"
+    two = run(tmp_path / "two", flags, saves, "--learner.offload always", ranks=2)
+    compare(two, "offload")
+    shutil.rmtree(two / "checkpoints/step_000004")
+    compare(run(two, flags, saves, "--resume"), "resumed")
 
 
 def test_a_checkpoint_without_a_reference_begins_with_that_of_a_new_run(
@@ -187,7 +181,7 @@ def test_a_checkpoint_without_a_reference_begins_with_that_of_a_new_run(
     state = out / "checkpoints/step_000002/state.json"
     assert json.loads(state.read_text())["copies"] == []
     shutil.copytree(out, tmp_path / "fixed")
-    run(out, flags, RENEWED["mean"], "--num_steps 3 --resume")
+    run(out, flags, MEAN, "--num_steps 3 --resume")
     assert "has no policy_reference: it begins as in a new run" in capsys.readouterr().out
     run(tmp_path / "fixed", flags, "--algo.kl_coef 0.1 --num_steps 3 --resume")
     kl = [steps(folder)[-1]["learn/policy/ref_kl_nats"] for folder in (out, tmp_path / "fixed")]
@@ -199,8 +193,7 @@ def test_dpo_with_a_reference_of_the_last_step_is_dpo_around_the_policy(tmp_path
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = words("--model", tiny_model, "--algorithm dpo --data.train", tmp_path / "rows.jsonl")
     flags += words("--tasks_per_step 4 --num_steps 3 --optim.lr 1e-2 --max_tokens 20")
-    still = steps(run(tmp_path / "still", flags))
-    renewed = steps(run(tmp_path / "renewed", flags, "--algo.reference_every 1"))
+    rows = steps(run(tmp_path / "run", flags, "--algo.reference_every 1"))
     # Around itself every margin is 0, and the loss log 2.
-    assert [row["learn/policy/loss"] for row in renewed] == pytest.approx([0.6931472] * 3)
-    assert still[2]["learn/policy/loss"] < 0.6
+    assert [row["learn/policy/loss"] for row in rows] == pytest.approx([0.6931472] * 3)
+    assert min(row["learn/policy/grad_norm"] for row in rows) > 0.1

@@ -36,6 +36,7 @@ from kit import (
     wait_until,
     words,
 )
+from test_service import made_certificate
 
 from rl_core.config import RolloutConfig
 from rl_core.data.images import read_image
@@ -55,7 +56,6 @@ from rl_core.sampling.engine import EngineDied
 from rl_core.sampling.episode import read_answer
 from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
-from rl_core.sampling.hooks import HookError
 from rl_core.sampling.resumable_rollouts import read_trajectories
 from rl_core.tools.cli import main as command
 from rl_core.types import SamplingParams, Task
@@ -412,16 +412,12 @@ ALONE = "--algorithm reinforce_pp --group_size 1 --eval.samples 0"
 SAME = {
     "an agent": "--actors.policy.model {model} --actors.judge.model {model} "
     f"--actors.judge.train false --env_path {{agent}} {ALONE} --max_prompt_tokens 90",
-    "one turn": "--model {model} --env_path {scored} --group_size 3 --eval_every 2",
-    "a teacher": "--model {model} --env_path {scored} --group_size 3 --algo.teacher self "
-    "--algo.teacher_coef 0.5 --algo.teacher_update latest",
-    "several "
-    "turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
-    "two "
-    "actors": f"--actors.bob.model {{model}} --actors.alice.model {{model}} --env_path {{talk}} {ALONE} "
+    "a teacher": "--model {model} --env_path {scored} --group_size 3 --eval_every 2 "
+    "--algo.teacher self --algo.teacher_coef 0.5 --algo.teacher_update latest",
+    "several turns": f"--model {{model}} --env_path {{stateful}},{{count}} {ALONE} --max_turns 3 --eval_every 2",
+    "two actors": f"--actors.bob.model {{model}} --actors.alice.model {{model}} --env_path {{talk}} {ALONE} "
     "--max_prompt_tokens 90",
-    "hooks that "
-    "ask": "--actors.policy.model {model} --actors.judge.model {model} --actors.judge.train false "
+    "hooks that ask": "--actors.policy.model {model} --actors.judge.model {model} --actors.judge.train false "
     f"--env_path {{asking}},{{hinted}} {ALONE} --max_prompt_tokens 90",
 }
 
@@ -460,23 +456,9 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
 
 
 # Environment -> flags of check, which tries some of its tasks.
-ALIKE = dict.fromkeys(
-    [
-        "calculator",
-        "countdown",
-        "maze",
-        "instructions",
-        "openai_agent",
-        "python_tool",
-        "sort_digits",
-        "summarise",
-        "terminal",
-        "tool_use",
-        "translate",
-        "word_problems",
-    ],
-    "--num_tasks 3",
-)
+PLAIN = """calculator countdown maze instructions openai_agent python_tool sort_digits summarise
+terminal tool_use translate word_problems"""
+ALIKE = dict.fromkeys(PLAIN.split(), "--num_tasks 3")
 ALIKE |= dict.fromkeys(["harbor", "count_shapes", "drawn_maze"], "--num_tasks 2")
 ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
 ALIKE |= dict.fromkeys(["code", "code_contest", "gym_text"], "--num_tasks 1")
@@ -723,23 +705,6 @@ class Playing:
             {"messages": self.messages, "completion": "", "state": self.state},
         )
         return await hook(self.task, dict.fromkeys(hook.ours) | arguments)
-
-    def kill_worker(self, service: Service) -> None:
-        [pid] = [
-            worker.pid for worker in service.workers() if self.state.name.startswith(worker.name)
-        ]
-        os.kill(pid, signal.SIGKILL)
-
-
-def test_a_session_fails_whose_worker_died(service):
-    async def lose() -> str:
-        playing = await Playing(service.url("count")).start()
-        assert [await playing.say("a"), await playing.say("b")] == ["1", "2"]
-        playing.kill_worker(service)
-        return await playing.say("c")
-
-    with pytest.raises(HookError, match=r"session [0-9a-f]{12}\.[0-9a-f]{16} is lost"):
-        asyncio.run(lose())
 
 
 class Acting(ScriptedActor):
@@ -1188,17 +1153,8 @@ def test_two_ranks_share_a_service_and_a_wrong_token_is_refused(
 
 
 def test_tls_trusts_the_given_authority_alone(files, tmp_path):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj "
-        "/CN=localhost"
-    )
-    # Localhost may have a second address, whose error is another.
-    command += " -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run(
-        [*command.split(), "-keyout", key, "-out", cert], check=True, capture_output=True
-    )
-    made = Service(files / "count.py", "--workers", "1", "--tls_cert", cert, "--tls_key", key)
+    tls, cert = made_certificate(tmp_path)
+    made = Service(files / "count.py", "--workers", "1", *tls)
     try:
         url = f"grpcs://{made.address}/count"
         assert play(load_env(f"{url}?ca={cert}"), ["done"])[0].status == "ok"

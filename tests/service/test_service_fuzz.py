@@ -1,4 +1,4 @@
-"""22,000 malformed, forged, replayed and unauthenticated requests: each gets the status of a table,
+"""8,000 malformed, forged, replayed and unauthenticated requests: each gets the status of a table,
 nothing ends, and an episode plays afterwards."""
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def code_of(call: Callable[[], object]) -> StatusCode:
 
 def test_requests_of_a_stream_get_their_status(service, fuzz):
     made, stream, wrong, seen = fuzz(1), service.stream(), [], Counter()
-    waiting = dict(enumerate(made.requests(18_000), 1))
+    waiting = dict(enumerate(made.requests(6_000), 1))
     ids = list(waiting)
     for first in range(0, len(ids), 500):
         batch = ids[first : first + 500]
@@ -373,7 +373,7 @@ def test_bytes_that_are_no_message_are_refused(service, fuzz):
     made = fuzz(2)
     methods = {METHODS[verb]: (raw(service, METHODS[verb]), REQUESTS[verb]) for verb in REQUESTS}
     methods["Stream"] = raw(service, "Stream"), pb.Requests
-    names, num, tried = sorted(methods), 2_000, Counter()
+    names, num, tried = sorted(methods), 700, Counter()
     while sum(tried.values()) < num:
         request, _ = made.kinds[tried.total() % len(made.kinds)]()
         data = bytearray(request.SerializeToString() or b"\x0a")
@@ -392,7 +392,7 @@ def test_bytes_that_are_no_message_are_refused(service, fuzz):
 def test_no_request_passes_without_the_token(service, fuzz):
     made = fuzz(3)
     methods = [*(METHODS[verb] for verb in REQUESTS), "Stream", "Join"]
-    for n in range(1_000):
+    for n in range(400):
         request, _ = made.kinds[n % len(made.kinds)]()
         tokens = [
             f"Bearer {made.hex(8)}",
@@ -413,7 +413,7 @@ def test_no_request_passes_without_the_token(service, fuzz):
 
 def test_forged_workers_are_refused_or_answered_for(service, fuzz):
     made, join = fuzz(4), raw(service, "Join")
-    for _ in range(500):
+    for _ in range(200):
         name = made.pick("", made.text(), made.hex(11), made.hex(13), made.hex(12).upper() + "G")
         message = pb.FromWorker(
             hello=pb.Hello(worker=name),
@@ -422,7 +422,7 @@ def test_forged_workers_are_refused_or_answered_for(service, fuzz):
         message = made.pick(message, pb.FromWorker(), pb.FromWorker(replies=[pb.Reply(id=1)]))
         assert code_of(lambda message=message: join(message.SerializeToString())) == WRONG
     # A separate environment, no room, replies that nobody asked for, and then nonsense.
-    for n in range(500):
+    for n in range(200):
         name = made.hex(12)
         hello = pb.FromWorker(
             hello=pb.Hello(worker=name, replaces=made.text(), envs=[pb.Environment(name="forged")])
@@ -487,7 +487,7 @@ def test_http_refuses_json_of_another_kind(service, fuzz):
     fields = {
         verb: [field.name for field in kind.DESCRIPTOR.fields] for verb, kind in REQUESTS.items()
     }
-    for n in range(500):
+    for n in range(300):
         verb = made.pick(*REQUESTS)
         body = made.pick(
             *(text.encode("utf-8", "surrogatepass") for text in NOT_JSON[1:]),
