@@ -227,7 +227,14 @@ def test_the_twin_of_search_r1_asks_the_server(play, tmp_path):
     assert result and set(result) <= {passage(train) for train in TRAINS}
 
 
-@pytest.mark.parametrize("name", [name for name in TWINS if "reward" in name or "dpo" in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ultrafeedback_dpo_llama3.1_8b",
+        "skywork_reward_llama3.1_8b",
+        pytest.param("reward_model_qwen3_0.6b", marks=pytest.mark.slow),
+    ],
+)
 def test_a_twin_of_pairs_begins_at_ln_2_and_ends_below(name, play):
     losses = column(play(name), "eval/loss")
     assert losses[0] == pytest.approx(LN_2, abs=1e-5) and losses[-1] < LN_2 - 1e-6

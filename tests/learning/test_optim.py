@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -242,27 +243,26 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     args += words("--max_tokens 8 --max_prompt_tokens 16 --optim.lr 3e-3 --optim.name adamw8bit")
     # The checkpoint follows an evaluation, after which FSDP's root is still whole.
     args += ["--data.eval", sort_data / "few.jsonl", "--eval.num_tasks", 6, "--eval_every", 2]
-    uninterrupted, parts = (
-        [*args, "--out", tmp_path / "whole"],
-        [*args, "--out", tmp_path / "parts"],
-    )
-    torchrun(2, "-m", "rl_core.train", *uninterrupted, "--num_steps", 4)
-    torchrun(2, "-m", "rl_core.train", *parts, "--num_steps", 2)
-    assert main([*map(str, parts), "--num_steps", "4", "--resume"]) == 1
+    args += words("--num_steps 4 --save_every 2 --keep_checkpoints 0")
+    two = [*args, "--out", tmp_path / "two"]
+    torchrun(2, "-m", "rl_core.train", *two)
+    expected = weights(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two/checkpoints/step_000004")
+    assert main([*map(str, two), "--resume"]) == 1
     error = capsys.readouterr().err
     assert (
         "8-bit optimizer state of 2 ranks, which cannot be resharded for 1; resume with as many ranks"
         in error
     )
-    torchrun(2, "-m", "rl_core.train", *parts, "--num_steps", 4, "--resume")
-    a, b = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(a[n], b[n]) for n in a)
+    torchrun(2, "-m", "rl_core.train", *two, "--resume")
+    resumed = weights(tmp_path / "two")
+    assert all(torch.equal(resumed[n], expected[n]) for n in expected)
     # Blocks of 256 lie otherwise over two ranks than over one, so the two runs are close, not
     # equal.
-    assert main([*map(str, args), "--out", str(tmp_path / "one"), "--num_steps", "4"]) == 0
+    assert main([*map(str, args), "--out", str(tmp_path / "one")]) == 0
     losses, one = (
         [row["learn/policy/loss"] for row in metrics(tmp_path / n) if "learn/policy/loss" in row]
-        for n in ("whole", "one")
+        for n in ("two", "one")
     )
     assert losses[-1] < losses[0] - 0.2
     assert one == pytest.approx(losses, abs=0.02) and one[0] == pytest.approx(losses[0], abs=1e-5)

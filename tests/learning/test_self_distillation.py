@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import re
+import shutil
 
 import pytest
 import torch
@@ -255,22 +256,23 @@ async def teacher_prompt(trajectories, actor):
 @pytest.mark.parametrize("update", ["ema", "start"])
 def test_a_resumed_run_is_the_uninterrupted_run(update, tmp_path, tiny_model):
     flags = flags_of(tiny_model, tmp_path, update=update)
-    uninterrupted = run(tmp_path / "whole", flags, "--num_steps 4")
-    parts = run(tmp_path / "parts", flags, "--num_steps 2")
-    run(parts, flags, "--num_steps 4 --resume")
-    assert numbers(parts) == numbers(uninterrupted)
-    for name, weight in weights(uninterrupted).items():
-        assert torch.equal(weights(parts)[name], weight)
-    [kept] = trajectories(uninterrupted / "rollouts/step_000001.jsonl.zst")[:1]
+    flags += words("--num_steps 4 --save_every 2 --keep_checkpoints 0")
+    out = run(tmp_path / "run", flags)
+    rows, expected = numbers(out), weights(out)
+    shutil.rmtree(out / "checkpoints/step_000004")
+    run(out, flags, "--resume")
+    assert len(rows) == 4 and numbers(out) == rows
+    for name, weight in weights(out).items():
+        assert torch.equal(weight, expected[name])
+    [kept] = trajectories(out / "rollouts/step_000001.jsonl.zst")[:1]
     assert kept["teacher_messages"][0]["content"].endswith(("abab", "cdcd", "efef"))
 
 
-@pytest.mark.parametrize("more", ["--tp 2", "--algo.teacher_loss reverse_kl"])
-def test_two_ranks_do_what_one_does(more, tmp_path, tiny_model):
+def test_two_ranks_do_what_one_does(tmp_path, tiny_model):
     flags = flags_of(tiny_model, tmp_path) + words("--optim.name sgd --optim.lr 0.05 --num_steps 3")
-    one_more = more if "loss" in more else ""
-    one = run(tmp_path / "one", flags, one_more)
-    two = run(tmp_path / "two", flags, more, ranks=2)
+    flags += words("--algo.teacher_loss reverse_kl")
+    one = run(tmp_path / "one", flags)
+    two = run(tmp_path / "two", flags, "--tp 2", ranks=2)
     for a, b in zip(numbers(one), numbers(two), strict=True):
         names = ("learn/policy/teacher_kl_nats", "learn/policy/loss", "learn/policy/grad_norm")
         assert {n: b[n] for n in names} == pytest.approx(

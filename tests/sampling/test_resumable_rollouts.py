@@ -73,7 +73,6 @@ def is_start(kept: dict, full: dict) -> bool:
 
 
 RUNS = [
-    (1, ""),
     (2, ""),
     (2, "--rollout_ranks 1 --sampling.top_k 5"),
     pytest.param(1, "--engine sglang", marks=needs_sglang),
