@@ -43,10 +43,10 @@ def main() -> None:
     print("\n".join(lines()))
 
 
-def lines() -> list[str]:
+def lines(names: Iterable[str] = QWEN3) -> list[str]:
     header = "".join(f" {gib} GB |" for gib in GPUS_GIB)
     result = [f"| model, GPUs |{header}", f"|---|{'---|' * len(GPUS_GIB)}"]
-    for name in QWEN3:
+    for name in names:
         with tempfile.TemporaryDirectory() as folder:
             model_config(name).save_pretrained(folder)
             config = parse_config(["--model", folder, *FLAGS.split()])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import test_kills
 from kit import STOP, metrics, run, run_ranks, steps, trajectories, words
-from test_runs import COMPARED, assert_same_weights, lasting
+from test_runs import COMPARED, assert_same_weights, lasting, resumed
 
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.config.rank_groups import numbers
@@ -165,13 +165,12 @@ RESUMED = "--optim.name adamw --optim.lr 1e-2"
 
 def test_a_resumed_run_is_the_uninterrupted_run(make_flags, tmp_path):
     flags = make_flags(THREE, RESUMED, "--actors.alice.ranks 1-2 --actors.judge.ranks 3")
-    full, parts = tmp_path / "whole", tmp_path / "parts"
-    run(full, flags, "--num_steps 3", ranks=4)
-    run(parts, flags, "--num_steps 1", ranks=4)
-    run(parts, flags, "--num_steps 3 --resume", ranks=4)
-    assert lasting(steps(full)) == lasting(steps(parts))
-    assert_same_weights(full, parts)
-    saved = json.loads((parts / "checkpoints/step_000003/state.json").read_text())
+    flags += words("--num_steps 3 --save_every 1 --keep_checkpoints 0")
+    out = run(tmp_path / "run", flags, ranks=4)
+    full = resumed(out, flags, step=1, ranks=4)
+    assert lasting(steps(full)) == lasting(steps(out))
+    assert_same_weights(full, out)
+    saved = json.loads((out / "checkpoints/step_000003/state.json").read_text())
     assert saved["optimizers"].keys() == {"bob", "alice"}
     assert {item["steps"] for item in saved["optimizers"].values()} == {3}
     # From a run in which the actors share a rank, and back to one.

@@ -93,24 +93,28 @@ def assert_same_weights(one, two, **tolerance) -> None:
             torch.testing.assert_close(a[name], b[name], **(tolerance or {"atol": 0, "rtol": 0}))
 
 
+def resumed(out: Path, flags: list[str], step: int = 2, **ranks: int) -> Path:
+    """Resumes the run `out` after this step, and returns a copy of the run as it was."""
+    first = out.parent / "first"
+    shutil.copytree(out, first)
+    for folder in set(out.glob("checkpoints/step_*")) - {out / f"checkpoints/step_{step:06d}"}:
+        shutil.rmtree(folder)
+    run(out, flags, "--resume", **ranks)
+    return first
+
+
+SAVES = "--save_every 2 --keep_checkpoints 0"
+
+
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_run(case, make_flags, tmp_path, monkeypatch):
     monkeypatch.setattr("rl_core.run.saving.checkpoint.FILE_BYTES", 1 << 14)
-    flags, full, parts = make_flags(RESUMED[case]), tmp_path / "whole", tmp_path / "parts"
-    run(full, flags, "--num_steps 4")
-    run(parts, flags, "--num_steps 2")
-    assert len([*parts.glob("checkpoints/*/*/*.safetensors")]) > 2
-    run(parts, flags, "--num_steps 4 --resume")
-    # An evaluation at the end of the part is none of the whole run.
-    stays = [
-        row
-        for row in metrics(parts)
-        if row in metrics(full) or any(k.startswith("learn/") for k in row)
-    ]
-    assert lasting(steps(full)) == lasting(
-        [row for row in stays if any(k.startswith("learn/") for k in row)]
-    )
-    assert_same_weights(full, parts)
+    flags = words(make_flags(RESUMED[case]), "--num_steps 4", SAVES)
+    out = run(tmp_path / "run", flags)
+    assert len([*out.glob("checkpoints/step_000002/*/*.safetensors")]) > 2
+    full = resumed(out, flags)
+    assert len(steps(out)) == 4 and lasting(steps(out)) == lasting(steps(full))
+    assert_same_weights(full, out)
 
 
 def end_after_a_step(out: Path) -> None:
@@ -221,19 +225,16 @@ def test_two_ranks_do_what_one_does(case, make_flags, tmp_path):
     ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, make_flags, tmp_path):
-    flags = words(make_flags(flags), "--optim.name sgd --optim.lr 0.05")
-    full = run(tmp_path / "whole", flags, "--num_steps 5")
-    parts = run(tmp_path / "parts", flags, "--num_steps 2", ranks=before)
-    run(parts, flags, "--num_steps 5 --resume", ranks=after)
-    assert_same_weights(full, parts, atol=2e-5, rtol=1e-4)
+    flags = words(make_flags(flags), "--optim.name sgd --optim.lr 0.05 --num_steps 5", SAVES)
+    out = run(tmp_path / "run", flags, ranks=before)
+    assert_same_weights(resumed(out, flags, ranks=after), out, atol=2e-5, rtol=1e-4)
 
 
 def test_a_run_on_split_models_goes_on_with_unsplit_ones(make_flags, tmp_path):
     flags = words(make_flags(f"{PPO} --algo.kl_coef 0.1"), "--optim.name sgd --optim.lr 0.05")
-    full = run(tmp_path / "whole", flags, "--num_steps 5")
-    parts = run(tmp_path / "parts", flags, "--num_steps 2 --tp 2", ranks=2)
-    run(parts, flags, "--num_steps 5 --resume")
-    assert_same_weights(full, parts, atol=2e-5, rtol=1e-4)
+    flags = words(flags, "--num_steps 5", SAVES)
+    out = run(tmp_path / "run", flags, "--tp 2", ranks=2)
+    assert_same_weights(resumed(out, flags), out, atol=2e-5, rtol=1e-4)
 
 
 def test_a_damaged_checkpoint_is_refused_and_named(make_flags, tmp_path, capsys):

@@ -166,11 +166,11 @@ def test_updates_and_adapters_leave_no_file_descriptors(way_of):
     weights = some_weights()
 
     def open_files() -> set[tuple[str, str]]:
-        found = set()
+        links = set()
         for link in Path("/proc/self/fd").iterdir():
             with suppress(FileNotFoundError):  # The listing's descriptor.
-                found.add((link.name, os.readlink(link)))
-        return found
+                links.add((link.name, os.readlink(link)))
+        return links
 
     def sent(way, label: str) -> None:
         way.take(weights.items())

@@ -332,7 +332,7 @@ LAYOUTS = {
     "--learner.logprob_microbatch_tokens 300",
     "joined": "--learner.microbatch_tokens 110 --learner.logprob_microbatch_tokens 300",
 }
-EVERY, SOME = tuple(MESHES), ("dp", "tp")
+EVERY = tuple(MESHES)
 KL = "--algo.reference OTHER --algo.kl_coef"
 TRUNCATED = "--sampling.top_k 5 --sampling.temperature 0.7"
 TAUGHT = "--algorithm opd --algo.normalize none --algo.teacher OTHER"
@@ -351,17 +351,20 @@ CASES = {
     "sft": Case("--algorithm sft", ("alone", "ragged", "forest"), layouts=tuple(LAYOUTS)[:4]),
     "grpo": Case("", ("alone", "ragged", "forest"), layouts=tuple(LAYOUTS)[:4], meshes=EVERY),
     "dapo": Case("--algorithm dapo"),
-    "dr_grpo": Case("--algorithm dr_grpo", meshes=SOME),
-    "gspo": Case("--algorithm gspo --algo.clip_low 0.02 --algo.clip_high 0.03", meshes=EVERY),
+    "dr_grpo": Case("--algorithm dr_grpo", meshes=("dp",)),
+    "gspo": Case(
+        "--algorithm gspo --algo.clip_low 0.02 --algo.clip_high 0.03", meshes=("dp", "cp")
+    ),
     "cispo": Case("--algorithm cispo"),
     "rloo": Case("--algorithm rloo"),
     "reinforce_pp": Case("--algorithm reinforce_pp", meshes=("dp", "cp")),
-    "ppo": Case(PPO, meshes=EVERY),
-    "sequence": Case("--algo.aggregation sequence", meshes=SOME),
+    "ppo": Case(PPO, meshes=("dp", "cp", "tp")),
+    "sequence": Case("--algo.aggregation sequence", meshes=("dp",)),
     "dual clip": Case("--algo.aggregation constant --algo.dual_clip 1.2"),
     "k1": Case(f"{KL} 0.3 --algo.kl k1"),
     "k2, entropy, temperature": Case(
-        f"{KL} 0.3 --algo.kl k2 --algo.entropy_coef 0.1 --sampling.temperature 0.7", meshes=EVERY
+        f"{KL} 0.3 --algo.kl k2 --algo.entropy_coef 0.1 --sampling.temperature 0.7",
+        meshes=("cp", "tp"),
     ),
     "gspo k3": Case(f"--algorithm gspo {KL} 0.3 --algo.clip_low 0.02 --algo.clip_high 0.03"),
     "gspo, kl in advantage": Case(f"--algorithm gspo {KL} 0.3 --algo.kl_in advantage"),
@@ -383,14 +386,16 @@ CASES = {
     "sequence mask": Case(
         "--algo.importance_correction sequence_mask --algo.correction_range 0.9,1.1"
     ),
-    "top-k": Case(f"{TRUNCATED} --algo.entropy_coef 0.1 {KL} 0.2", level=-1.4, meshes=EVERY),
+    "top-k": Case(f"{TRUNCATED} --algo.entropy_coef 0.1 {KL} 0.2", level=-1.4, meshes=("cp", "tp")),
     "teacher": Case(f"{TAUGHT} --sampling.temperature 0.6", meshes=("dp", "cp")),
     "teacher, half, rewards": Case("--algo.teacher OTHER --algo.teacher_coef 0.5"),
     "reverse KL": Case(f"{TAUGHT} --algo.teacher_loss reverse_kl --algo.teacher_coef 0.5"),
     "forward KL, sequence": Case(
         f"{TAUGHT} --algo.teacher_loss forward_kl --algo.aggregation sequence"
     ),
-    "jsd": Case(f"{TAUGHT} --algo.teacher_loss jsd --algo.teacher_beta 0.3", meshes=EVERY),
+    "jsd": Case(
+        f"{TAUGHT} --algo.teacher_loss jsd --algo.teacher_beta 0.3", meshes=("dp", "cp", "tp")
+    ),
     "forward KL, top-k": Case(f"{TAUGHT} --algo.teacher_loss forward_kl {TRUNCATED}", level=-1.4),
     "self": Case(f"{SELF} --algo.normalize none", meshes=("dp", "cp", "tp")),
     "self, rewards": Case("--algo.teacher self --algo.teacher_update latest"),
@@ -402,17 +407,17 @@ CASES = {
     "ppo, top-k": Case(f"{PPO} {TRUNCATED}", level=-1.4),
     "gspo, top-k": Case(f"--algorithm gspo {TRUNCATED}", level=-1.4),
     "dpo": Case("--algorithm dpo --algo.reference OTHER", meshes=EVERY, **PAIRS),
-    "rm": Case("--algorithm rm", model="critic", meshes=EVERY, **PAIRS),
-    "simpo": Case("--algorithm simpo --preference.beta 1.5", meshes=SOME, **PAIRS),
-    "orpo": Case("--algorithm orpo --preference.beta 0.5", meshes=SOME, **PAIRS),
+    "rm": Case("--algorithm rm", model="critic", meshes=("dp", "cp"), **PAIRS),
+    "simpo": Case("--algorithm simpo --preference.beta 1.5", meshes=("dp",), **PAIRS),
+    "orpo": Case("--algorithm orpo --preference.beta 0.5", meshes=("cp",), **PAIRS),
     "kto": Case(
         "--algorithm kto --algo.reference OTHER --preference.beta 0.3 "
         "--preference.desirable_weight 0.7 --preference.undesirable_weight 1.3",
         ("labelled",),
         layouts=("joined pairs", "pairs"),
-        meshes=EVERY,
+        meshes=("dp", "cp"),
     ),
-    "qwen2": Case("", ("deep",), "qwen2", layouts=PARTS, meshes=EVERY),
+    "qwen2": Case("", ("deep",), "qwen2", layouts=PARTS, meshes=("cp", "tp")),
     "llama": Case("--algorithm sft", ("deep",), "llama", layouts=PARTS, meshes=("tp",)),
     "mistral": Case("", ("deep",), "mistral", layouts=PARTS),
     "gpt_oss": Case(f"--algorithm sft {AUX}", model="gpt_oss", **MOE),

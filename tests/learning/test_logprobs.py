@@ -494,11 +494,11 @@ def classes_that_may_read(keys: list[str]) -> set[str]:
     """Classes of transformers' files that name a key or inherit a forward. The import of all files
     takes long."""
     clue = re.compile("|".join([*keys, "logit_softcap", r"\(\w+For(CausalLM|ConditionalG\w+)\)"]))
-    found = set()
+    classes = set()
     for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         text = file.read_text()
-        found |= set(re.findall(r"^class (\w+)", text, re.M) if clue.search(text) else ())
-    return found
+        classes |= set(re.findall(r"^class (\w+)", text, re.M) if clue.search(text) else ())
+    return classes
 
 
 def test_tables_of_logit_changes_name_families_that_read_them():

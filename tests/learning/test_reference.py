@@ -160,9 +160,9 @@ def test_two_ranks_renew_a_reference_as_one_does(tmp_path, tiny_model):
             for name in ("ref_kl_nats", "loss", "grad_norm"):
                 name = f"learn/policy/{name}"
                 assert b[name] == pytest.approx(a[name], abs=1e-5, rel=1e-3), (case, name)
-        found = weights(out)
+        exported = weights(out)
         for name, weight in weights(one).items():
-            torch.testing.assert_close(found[name], weight, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(exported[name], weight, atol=2e-5, rtol=1e-4)
 
     compare(run(tmp_path / "tp", flags, "--tp 2", ranks=2), "tp")
     saves = "--save_every 2 --keep_checkpoints 0"

@@ -14,7 +14,7 @@ import memory_table
 import numpy as np
 import pytest
 import torch
-from bench_learner import model_config
+from bench_learner import QWEN3, model_config
 from models_table import make_family
 from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
@@ -300,9 +300,13 @@ def test_parameters_are_those_of_the_published_files(name, tmp_path):
     assert 2 * model_size(ActorConfig(model=str(tmp_path))).total == PUBLISHED[name]
 
 
-def test_the_table_of_flags_in_the_docs_is_what_the_script_prints():
-    table = memory_table.lines()
-    assert "\n".join(table) in (ROOT / "docs/parallelism.md").read_text()
+@pytest.mark.parametrize(
+    "names", [["8B"], pytest.param([*QWEN3], marks=pytest.mark.slow)], ids=["8B", "all"]
+)
+def test_the_table_of_flags_in_the_docs_is_what_the_script_prints(names):
+    table = memory_table.lines(names)
+    written = (ROOT / "docs/parallelism.md").read_text()
+    assert len(table) == 2 + 3 * len(names) and all(f"{line}\n" in written for line in table)
     # 8B on 8 GPUs of 80 GB by hand.
     gib, total, ids, width, mlp, layers = 2**30, 16_381_470_720 / 2, 151_936, 4096, 12288, 36
     block = width * (4096 + 2 * 1024 + 4096 + 3 * mlp)  # Weights of the matrices.
