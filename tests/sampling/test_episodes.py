@@ -39,6 +39,8 @@ READERS = {
     "sampling/episode.py Episode.score": "one conversation",
     "run/evaluation/episode_metrics.py part_metrics": "the mean over each episode's conversations, then over episodes",
     "run/evaluation/episode_metrics.py rollout_metrics": "the longest conversation, all tokens, and whether rewards differ at all",
+    "run/running_baseline.py RunningBaseline.on_episodes": "the mean over each episode's conversations",
+    "tools/check_online.py serve": "conversations of one session",
     "tools/check.py part_means": "gives the value to episode_means",
     "tools/check.py outcomes_of": "names of the parts",
     "tools/eval.py scores": "the mean over each episode's conversations, then over episodes",
