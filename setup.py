@@ -76,6 +76,7 @@ EXTRAS["test"] = [
     "openai>=3.57",
     "anthropic>=2.14",
     "trl==1.16.0",
+    "tinker==0.38.0",  # The protocol that the server speaks is this version's.
 ]
 # torch for CUDA brings its own; elsewhere its interpreter and compiler test the kernels without a
 # GPU.

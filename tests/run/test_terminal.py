@@ -185,6 +185,8 @@ def test_the_line_of_rows_has_their_loss():
     line = progress_line(3, 9, values, ["bob"], timedelta(minutes=1), False)
     start = "step 3/9  loss 0.625  accuracy 0.5  grad_norm 2  2.00 s"
     assert line == f"{start} (rows 0.50)  ETA 0:01:00"
+    open_line = progress_line(3, 9, values, ["bob"], None, False)  # A run that stays open.
+    assert open_line == f"{start} (rows 0.50)".replace("3/9", "3")
 
 
 def test_short_steps_give_a_line_a_second_and_the_last_is_told(flags_of, capsys):

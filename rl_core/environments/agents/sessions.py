@@ -185,7 +185,8 @@ class OnlineSession(Endpoint):
         if reward is None:
             if not isinstance(text, str) or not text or len(self.texts) >= MAX_TEXTS:
                 raise Refusal(
-                    f"give a reward, a number or a dict of them, or a text; at most {MAX_TEXTS}"
+                    "give `reward`, a number or a dict of them, or `text`, of which a session has "
+                    f"at most {MAX_TEXTS}"
                 )
             if not self.sessions.scorer.reads_text and not self.sessions.is_restoring:
                 raise Refusal("nothing scores a text; add feedback_fn or --online.judge")

@@ -39,7 +39,8 @@ class Panel(Terminal):
         """The phase and the groups of the step that are done; rewards, tokens per second and time
         left as of the step before; warnings."""
         trainer, config = self.trainer, self.trainer.config
-        doing = [f"step {trainer.step}/{config.num_steps}", trainer.phase]
+        total = "" if config.online.on else f"/{config.num_steps}"
+        doing = [f"step {trainer.step}{total}", trainer.phase]
         if trainer.phase == "generate" and config.is_rl:
             # If the store's rank has ended, the run notices that elsewhere.
             with suppress(RuntimeError):
@@ -52,7 +53,7 @@ class Panel(Terminal):
         for phase in ("generate", "learn"):
             if speed := self.metrics.get(f"time/{phase}_tokens_per_s"):
                 facts.append(f"{phase} {short(speed)} tokens/s")
-        if self.metrics:
+        if self.left is not None:
             facts.append(f"ETA {self.left}")
         lines = [Text("  ".join(doing)), *map(Text, above), Text("  ".join(facts))]
         for _, text in list(self.warnings.now.values()):

@@ -71,7 +71,7 @@ class Terminal(Plugin):
         self.said_at = -math.inf
         self.telling: asyncio.Task | None = None
         self.step_s: deque[float] = deque(maxlen=LAST_STEPS)  # Durations of the last steps.
-        self.left = timedelta(0)  # As of the last step.
+        self.left: timedelta | None = None  # As of the last step.
         self.num_before = 0  # Groups of earlier steps.
 
     def load(self, state: JSONObject) -> None:
@@ -147,9 +147,14 @@ class Terminal(Plugin):
                 warn(step, text)
 
 
-def time_left(step: int, config: Config, step_s: float, phase_s: Mapping[str, float]) -> timedelta:
+def time_left(
+    step: int, config: Config, step_s: float, phase_s: Mapping[str, float]
+) -> timedelta | None:
     """Time until the end of a run, as of the end of `step`, whose evaluation and save follow.
-    `phase_s`: durations of the last evaluation and save, if there was one."""
+    `phase_s`: durations of the last evaluation and save, if there was one. None: a run that stays
+    open."""
+    if config.online.on:
+        return None
     seconds = step_s * (config.num_steps - step)
     for phase, every in (("eval", config.eval_every), ("save", config.save_every)):
         seconds += phase_s.get(phase, 0.0) * num_due(step, config.num_steps, every)
@@ -278,7 +283,7 @@ def progress_line(
     num_steps: int,
     metrics: Mapping[str, float],
     actors: Sequence[str],
-    left: timedelta,
+    left: timedelta | None,
     is_rl: bool,
 ) -> str:
     """step 12/200  reward 0.412  entropy 0.213  1.40 s (generate 0.90, learn 0.50)  ETA 0:04:23
@@ -293,11 +298,13 @@ def progress_line(
     facts, below = results(metrics, actors, is_rl), []
     if len(actors) > 1:
         facts, below = [], facts
-    position = f"step {step:>{len(str(num_steps))}}/{num_steps}"
+    position, end = f"step {step:>{len(str(num_steps))}}/{num_steps}", f"  ETA {left}"
+    if left is None:
+        position, end = f"step {step}", ""
     start = "  ".join([position, *filter(None, facts), f"{metrics['time/step_s']:.2f} s"])
-    line = f"{start} ({', '.join(phases)})  ETA {left}"
+    line = f"{start} ({', '.join(phases)}){end}"
     if not phases or len(line) > WIDTH:
-        line = f"{start}  ETA {left}"
+        line = f"{start}{end}"
     return "\n  ".join([line, *below])
 
 
