@@ -12,7 +12,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -163,11 +163,11 @@ def train(
         running = pool.submit(run_here, config, environments, custom)
         try:
             with errors_of_rows(environments):
-                running.result()
+                result_of(running)
         except KeyboardInterrupt:
             stop.send()
             print("interrupted: saves when this step is done", flush=True)
-            running.result()
+            result_of(running)
             raise
     return read_result(config)
 
@@ -184,6 +184,14 @@ def check_model(config: Config) -> None:
 def data_section(config: Config) -> DataConfig:
     data = config.data
     return data if isinstance(data, DataConfig) else DataConfig(**data)
+
+
+def result_of(running: Future[None]) -> None:
+    """Waits for the run. A signal that the kernel gives to another thread interrupts no wait of
+    this one, whose handlers run when it wakes."""
+    while not running.done():
+        wait([running], timeout=0.5)
+    running.result()
 
 
 class Interrupt:
