@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rl_core.config import AlgoConfig
 from rl_core.sampling.env import Env
 from rl_core.sampling.episode import check_name
 
@@ -64,7 +63,7 @@ def check_environments(config: Config, envs: dict[str, Env]) -> None:
                 f"give --actors.{name}.train false"
             )
         settings = config.of(name)
-        if settings.algo != AlgoConfig():
+        if settings.algo != type(settings.algo)():
             check_hooks_of_algorithm(settings, name, envs)
     if len({env.advantage_fn is None for env in envs.values()}) > 1:
         raise ValueError(
