@@ -148,6 +148,7 @@ def test_what_runs_hooks_runs_them_with_bounded_ends():
         "programs_main.py",
         "client.py",
         "tools/view.py",
+        "tools/tinker.py",
         "reward_model.py",
         "tunnel.py",
         "vllm_server_main.py",
