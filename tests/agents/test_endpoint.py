@@ -1613,7 +1613,7 @@ async def test_images_elsewhere_are_refused(path, message, error):
 async def test_a_path_that_is_not_there_says_which_address_fits_which_client():
     async with endpoint("one") as (llm, _):
         client = openai_client(llm).with_options(base_url=llm.anthropic_url)
-        with pytest.raises(openai.NotFoundError, match="no /models; llm"):
+        with pytest.raises(openai.NotFoundError, match="no GET /models; the base URL of OpenAI"):
             await client.models.list()
         other = anthropic_client(llm).with_options(base_url=llm.base_url)
         with pytest.raises(anthropic.NotFoundError, match="no /v1/v1/models; llm"):

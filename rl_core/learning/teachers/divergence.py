@@ -97,7 +97,7 @@ class FusedDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_values):
         hidden_MD, weight_VD, *stats = ctx.saved_tensors
-        temperature, cap, _, tiles = ctx.options
+        temperature, cap, split, tiles = ctx.options
 
         def gradient_of(h_CD: Tensor, w_SD: Tensor, rows: slice, ids: slice) -> Tensor:
             z_CS = scaled_logits(h_CD, w_SD, temperature, cap)
@@ -110,8 +110,12 @@ class FusedDivergence(torch.autograd.Function):
             return grad_CS
 
         has_weight = ctx.needs_input_grad[1]
-        gradients = tiled_gradients(hidden_MD, weight_VD, tiles, has_weight, gradient_of)
-        return *gradients, None, None
+        grad_hidden, grad_weight = tiled_gradients(
+            hidden_MD, weight_VD, tiles, has_weight, gradient_of
+        )
+        if split is not None:
+            split.add_up(grad_hidden)
+        return grad_hidden, grad_weight, None, None
 
 
 class WholeVocabulary:
