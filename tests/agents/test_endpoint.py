@@ -1616,7 +1616,9 @@ async def test_a_path_that_is_not_there_says_which_address_fits_which_client():
         with pytest.raises(openai.NotFoundError, match="no GET /models; the base URL of OpenAI"):
             await client.models.list()
         other = anthropic_client(llm).with_options(base_url=llm.base_url)
-        with pytest.raises(anthropic.NotFoundError, match="no /v1/v1/models; llm"):
+        with pytest.raises(
+            anthropic.NotFoundError, match="no GET /v1/v1/models; the base URL of OpenAI"
+        ):
             await other.models.list()
 
 
