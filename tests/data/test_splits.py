@@ -4,9 +4,12 @@ one."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
-from kit import run, run_afresh, trajectories, words
+from kit import run, trajectories, words
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 
 from rl_core.config import Config, parse_config
@@ -93,7 +96,11 @@ def test_a_run_trains_on_the_training_split_and_evaluates_on_the_other(
 
 def test_a_split_of_the_hub_gives_its_own_rows(tmp_path):
     cache = {"HF_DATASETS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    output, _ = run_afresh(HUB, str(tmp_path), **cache)
+    # A new process: `datasets` reads its folder when it is imported.
+    command = [sys.executable, "-c", HUB, str(tmp_path)]
+    output = subprocess.run(
+        command, env=os.environ | cache, stdout=subprocess.PIPE, text=True, check=True, timeout=300
+    ).stdout
     assert json.loads(output.splitlines()[-1]) == {
         split: [f"{split} {n}" for n in range(3)] for split in ("train", "test", "validation")
     }
