@@ -239,6 +239,9 @@ def test_show_names_the_runs_in_a_folder_that_is_none(tmp_path, capsys, monkeypa
         assert capsys.readouterr().err == (
             "error: no run in first/other, which is not there; first/run is one\n"
         )
+    monkeypatch.chdir("first")  # The folder of the name is also this one.
+    assert main(["show", "nowhere"]) == 1
+    assert capsys.readouterr().err == ("error: no run in nowhere, which is not there; run is one\n")
 
 
 def test_show_of_what_is_no_run_is_one_line(tmp_path, capsys):

@@ -120,9 +120,9 @@ def check_run(path: Path) -> None:
     near = "" if path.exists() else nearest_folder(path)
     if not near:
         folders = [path] if path.exists() else [path.parent, Path("runs"), Path()]
-        runs = [str(run) for folder in folders for run in inner_runs(folder, depth=1)]
+        runs = {str(run): None for folder in folders for run in inner_runs(folder, depth=1)}
         verb = "is one" if len(runs) == 1 else "are some"
-        near = f"; {', '.join(dict.fromkeys(runs[:5]))} {verb}" if runs else ""
+        near = f"; {', '.join([*runs][:5])} {verb}" if runs else ""
     if near or not path.exists():
         raise ValueError(f"no run in {path}{'' if path.exists() else ', which is not there'}{near}")
 
