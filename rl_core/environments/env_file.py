@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import importlib.util
 import inspect
 import math
@@ -191,12 +192,24 @@ def hint_of(name: str, has: dict[str, object]) -> str:
 def refuse_misspelled(name: str, value: object, has: dict[str, object], path: str) -> None:
     known = FUNCTIONS if callable(value) else SETTINGS
     for close in difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.75):
-        # Else the name is a helper of that hook, or a common one.
-        if close not in has and name != "feedback":
+        # Else the name is a helper of that hook, or a function that the file itself calls.
+        if close not in has and not (callable(value) and is_called(name, has)):
             raise ValueError(
                 f"{path}: {name!r} is not a hook; did you mean {close!r}? Begin a helper's name "
                 "with _"
             )
+
+
+def is_called(name: str, has: dict[str, object]) -> bool:
+    """True if another function of the file reads the global `name`."""
+    others = [other for key, other in has.items() if key != name and inspect.isfunction(other)]
+    return any(reads(other.__code__, name) for other in others if other.__globals__ is has)
+
+
+def reads(code: CodeType, name: str) -> bool:
+    if any(step.opname == "LOAD_GLOBAL" and step.argval == name for step in dis.Bytecode(code)):
+        return True
+    return any(reads(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def check_replaced(has: dict[str, Any], rewards: dict[str, Any], path: str) -> None:

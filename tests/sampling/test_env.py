@@ -657,6 +657,8 @@ GOOD = "def reward_fn(): return 1\n"
         ("def rewardfn(messages): return 1", "'rewardfn' is not a hook; did you mean 'reward_fn'"),
         ("def reward_function(messages): return 1", "did you mean 'reward_fn'"),
         (GOOD + "def interract(messages): pass", "'interract' is not a hook; did you mean 'interact'"),
+        (GOOD + "def feedback(text): return 1", "'feedback' is not a hook; did you mean 'feedback_fn'"),
+        ("def reward(n): return reward(n)\ndef interact(task): task.reward", "did you mean 'reward_fn'"),
         (GOOD + "maxturns = 3", "did you mean 'max_turns'"),
         (GOOD + "def load_task(split): pass", "did you mean 'load_tasks'"),
         (GOOD + "system_prompt = 'x'", "did you mean 'system_prompts'"),
@@ -740,11 +742,14 @@ def test_max_turns_is_the_files_or_follows_from_its_hooks(env_of):
     assert env_of(GOOD + "max_turns = 3", "y.py", max_turns=5).max_turns == 5
 
 
-def test_helpers_and_constants_may_have_names_like_hooks_that_are_there(env_of):
+def test_helpers_and_constants_may_have_names_like_hooks(env_of):
     env_of(
         GOOD + "def reward_fn2(): return 1\nMAX_TURNS = 3\nmax_turns = MAX_TURNS\n_interacts = 1"
     )
     env_of(GOOD + "TURNS = 3\nSYSTEM_PROMPT = 'x'")
+    env_of(
+        "def feedback(text): return 1\ndef reward_fn():\n    return max(feedback(t) for t in 'a')"
+    )
 
 
 def test_a_missing_file_is_refused_with_the_nearest_name(env_of):
