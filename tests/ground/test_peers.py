@@ -33,6 +33,7 @@ use_peft --actors.policy.lora.rank=16
 load_in_4bit --actors.policy.lora.quantize=nf4
 gradient_checkpointing --learner.activations=recompute
 use_wandb --trackers=wandb
+actor.megatron.expert_model_parallel_size --ep (expert parallel
 """
 SENTENCES = """
 fsdp FSDP2 shards over all ranks
@@ -79,7 +80,7 @@ trainer.val_only rl-core eval RUN evaluates alone
 precompute_ref_log_probs rl_core has no counterpart
 algo.kl.horizon rl_core has no counterpart
 actor.tf_config.pipeline_model_parallel_size rl_core has no pipeline
-actor_rollout_ref.rollout.expert_parallel_size rl_core has no pipeline and no expert
+actor_rollout_ref.rollout.expert_parallel_size a rollout server splits experts by --engine_args
 data.dataloader_num_workers rows need no loader processes
 dataset_num_proc rows need no loader processes
 rollout.train_sampling_params.no_stop_trim stop strings stay in the text
