@@ -37,7 +37,8 @@ def samples_from_turns(
             draft["policy_versions"] += sampled.policy_versions
             draft["advantages"] += [advantage] * num_sampled
             draft["kept_ids"] += sampled.kept_ids
-            trained.update(filter(None, [turn.name]))
+            if turn.name:
+                trained.add(turn.name)
         draft["experts"] = sampled.experts  # Of the stream up to this turn.
         if turn.images:
             draft["images"] += turn.images
