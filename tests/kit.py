@@ -18,6 +18,7 @@ import logging
 import os
 import pkgutil
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -666,6 +667,27 @@ def run(out: Path, *flags: Any, ranks: int = 1, status: int = 0) -> Path:
 
         assert main(arguments) == status, arguments
     return out
+
+
+def rewind(out: Path, step: int) -> Path:
+    """Removes the export and the later checkpoints of a run, and returns the checkpoint of this
+    step."""
+    checkpoint = out / f"checkpoints/step_{step:06d}"
+    later = [folder for folder in checkpoint.parent.glob("step_*") if folder > checkpoint]
+    assert checkpoint.is_dir() and later, (checkpoint, later)
+    for folder in later:
+        shutil.rmtree(folder)
+    shutil.rmtree(out / "hf")
+    return checkpoint
+
+
+def resume_after(out: Path, step: int, *flags: Any, ranks: int = 1) -> Path:
+    """Resumes a finished run from its checkpoint of this step, and returns a copy of the run as it
+    was before."""
+    before = shutil.copytree(out, out.with_name(f"{out.name}_before"))
+    rewind(out, step)
+    run(out, *flags, "--resume", ranks=ranks)
+    return before
 
 
 def steps(out: Path) -> list[dict]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import test_kills
-from kit import STOP, metrics, run, run_ranks, steps, trajectories, words
-from test_runs import COMPARED, assert_same_weights, lasting, resumed
+from kit import STOP, metrics, resume_after, run, run_ranks, steps, trajectories, words
+from test_runs import COMPARED, assert_same_weights, lasting
 
 from rl_core.config import Config, parse_config, to_yaml
 from rl_core.config.rank_groups import numbers
@@ -167,7 +167,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(make_flags, tmp_path):
     flags = make_flags(THREE, RESUMED, "--actors.alice.ranks 1-2 --actors.judge.ranks 3")
     flags += words("--num_steps 3 --save_every 1 --keep_checkpoints 0")
     out = run(tmp_path / "run", flags, ranks=4)
-    full = resumed(out, flags, step=1, ranks=4)
+    full = resume_after(out, 1, flags, ranks=4)
     assert lasting(steps(full)) == lasting(steps(out))
     assert_same_weights(full, out)
     saved = json.loads((out / "checkpoints/step_000003/state.json").read_text())

@@ -15,7 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import ROOT, STOP, metrics, run, steps, trajectories, wait_until, weights, words
+from kit import (
+    ROOT,
+    STOP,
+    metrics,
+    resume_after,
+    rewind,
+    run,
+    steps,
+    trajectories,
+    wait_until,
+    weights,
+    words,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -93,16 +105,6 @@ def assert_same_weights(one, two, **tolerance) -> None:
             torch.testing.assert_close(a[name], b[name], **(tolerance or {"atol": 0, "rtol": 0}))
 
 
-def resumed(out: Path, flags: list[str], step: int = 2, **ranks: int) -> Path:
-    """Resumes the run `out` after this step, and returns a copy of the run as it was."""
-    first = out.parent / "first"
-    shutil.copytree(out, first)
-    for folder in set(out.glob("checkpoints/step_*")) - {out / f"checkpoints/step_{step:06d}"}:
-        shutil.rmtree(folder)
-    run(out, flags, "--resume", **ranks)
-    return first
-
-
 SAVES = "--save_every 2 --keep_checkpoints 0"
 
 
@@ -112,7 +114,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(case, make_flags, tmp_path, monk
     flags = words(make_flags(RESUMED[case]), "--num_steps 4", SAVES)
     out = run(tmp_path / "run", flags)
     assert len([*out.glob("checkpoints/step_000002/*/*.safetensors")]) > 2
-    full = resumed(out, flags)
+    full = resume_after(out, 2, flags)
     assert len(steps(out)) == 4 and lasting(steps(out)) == lasting(steps(full))
     assert_same_weights(full, out)
 
@@ -227,14 +229,16 @@ def test_two_ranks_do_what_one_does(case, make_flags, tmp_path):
 def test_a_run_goes_on_with_another_number_of_ranks(flags, before, after, make_flags, tmp_path):
     flags = words(make_flags(flags), "--optim.name sgd --optim.lr 0.05 --num_steps 5", SAVES)
     out = run(tmp_path / "run", flags, ranks=before)
-    assert_same_weights(resumed(out, flags, ranks=after), out, atol=2e-5, rtol=1e-4)
+    full = resume_after(out, 2, flags, ranks=after)
+    assert_same_weights(full, out, atol=2e-5, rtol=1e-4)
 
 
 def test_a_run_on_split_models_goes_on_with_unsplit_ones(make_flags, tmp_path):
     flags = words(make_flags(f"{PPO} --algo.kl_coef 0.1"), "--optim.name sgd --optim.lr 0.05")
     flags = words(flags, "--num_steps 5", SAVES)
     out = run(tmp_path / "run", flags, "--tp 2", ranks=2)
-    assert_same_weights(resumed(out, flags), out, atol=2e-5, rtol=1e-4)
+    full = resume_after(out, 2, flags)
+    assert_same_weights(full, out, atol=2e-5, rtol=1e-4)
 
 
 def test_a_damaged_checkpoint_is_refused_and_named(make_flags, tmp_path, capsys):
@@ -540,8 +544,7 @@ def test_a_run_of_epochs_draws_each_row_as_often_and_resumes(case, ranks, places
     if "stale" in case or ranks > 1:
         return
     parts = shutil.copytree(out, tmp_path / "parts")
-    for checkpoint in sorted(parts.glob("checkpoints/*"))[1:]:
-        shutil.rmtree(checkpoint)
+    rewind(parts, 1)
     for folder in (parts, out):  # The second has nothing left to do.
         run(folder, flags, "--resume")
     assert lasting(metrics(parts)) == lasting(metrics(out))

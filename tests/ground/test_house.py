@@ -35,7 +35,7 @@ TYPES_FROM_ABOVE = {
     "engines": ("run", "run.plan", "actors"),
     "run": ("run.plan", "actors", "engines.engine_ranks"),
 }
-# Libraries of their own, which could be published alone.
+# Separate libraries, which could be published alone.
 ALONE = {"sandbox": (), "environments.service": ("sandbox", "data", "sampling", "environments")}
 ONLY_IN = {
     "sglang": {
@@ -125,7 +125,7 @@ def test_a_file_imports_only_from_its_room_and_the_floors_below(module):
             "scratch",
             "http_guard",
         )
-        assert target in allowed, f"{module} imports {imported}; {room} is a library of its own"
+        assert target in allowed, f"{module} imports {imported}; {room} is a separate library"
 
 
 def test_imports_never_go_round():
@@ -210,7 +210,7 @@ IDLE += "learning.lora learning.moe data.image_families data.tool_calls models.v
 IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resume data.tables "
 IDLE += "learning.muon learning.adamw8bit data.tokenizer_facts data.tasks.prompt_hook "
 IDLE += "sampling.group_rewards sampling.turn_views sampling.own_rollout data.row_files "
-IDLE += "learning.sample_exchange run.saving.best_keeper run.plan.model_errors models.vision "
+IDLE += "learning.sample_exchange run.saving.best_keeper run.plan.model_errors "
 IDLE += "models.kernels.math_attention data.row_openings "
 IDLE += "data.sft_samples data.preference_pairs data.tool_schemas data.column_names"
 

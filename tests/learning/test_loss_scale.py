@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
-from kit import make_learner, metrics, part_of, run, words
+from kit import make_learner, metrics, part_of, resume_after, run, words
 from test_learner import ragged_samples
 
 from rl_core.distributed import close_ranks, local
@@ -121,11 +120,9 @@ def test_two_ranks_learn_in_fp16_and_resume_with_the_scale(tiny_model, sort_data
     )
     flags += words("--model", tiny_model, "--data.train", sort_data / "few.jsonl")
     flags += words("--num_steps 4 --save_every 2 --keep_checkpoints 0")
-    out, losses = tmp_path / "run", []
-    for more in ("", "--resume"):
-        shutil.rmtree(out / "checkpoints/step_000004", ignore_errors=True)
-        run(out, flags, more, ranks=2)
-        losses.append([row["learn/policy/loss"] for row in metrics(out)])
+    out = run(tmp_path / "run", flags, ranks=2)
+    full = resume_after(out, 2, flags, ranks=2)
+    losses = [[row["learn/policy/loss"] for row in metrics(one)] for one in (full, out)]
     assert losses[0] == losses[1] and len(losses[0]) == 4 and losses[0][-1] < losses[0][0]
     assert metrics(out)[-1]["learn/policy/loss_scale"] == fp16.FIRST_SCALE
     saved = json.loads((out / "checkpoints/step_000004/state.json").read_text())

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 import torch
-from kit import metrics, run, steps, weights, words
+from kit import metrics, rewind, run, steps, weights, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.data.tables import read_episodes
@@ -112,8 +112,7 @@ def test_an_export_is_read_by_transformers(kind, trained):
 
 def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(env, trained, tmp_path):
     out = shutil.copytree(trained("adapter"), tmp_path / "run")
-    shutil.rmtree(out / "checkpoints/step_000003")
-    shutil.rmtree(out / "hf")
+    rewind(out, 2)
     run(out, f"--model {MODEL} --env_path {env} {FLAGS} {KINDS['adapter']} --resume")
     expected, resumed = weights(trained("adapter")), weights(out)
     assert expected.keys() == resumed.keys()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from kit import metrics, run, trajectories, words
+from kit import metrics, rewind, run, trajectories, words
 from stage import ROW, RuleEngine, actor, chat_of, make_groups, saying
 from test_async import UNEVEN
 from test_engine_contract import needs_sglang
@@ -38,12 +36,6 @@ def flags(tmp_path, tiny_model):
         "--max_prompt_tokens 16 --tasks_per_step 4 --group_size 4 --optim.lr 1e-3 --max_staleness 2"
     )
     return words(argv, sizes, "--num_steps 6 --save_every 2 --keep_checkpoints 0")
-
-
-def back_to_step_2(out: Path) -> Path:
-    for step in (4, 6):
-        shutil.rmtree(out / f"checkpoints/step_{step:06d}")
-    return out / "checkpoints/step_000002"
 
 
 def turns_of(group: dict) -> dict[tuple[str, int], list[list[dict]]]:
@@ -85,7 +77,7 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
 ):
     more = f"{more} --max_tokens 60"
     out = run(tmp_path / "run", flags, more, ranks=ranks)
-    checkpoint = back_to_step_2(out)
+    checkpoint = rewind(out, 2)
     kept = read_groups(checkpoint, range(99), 0).values()
     turns_by_key = {key: turns for group in kept for key, turns in turns_of(group).items()}
     completions = [completion for turns in turns_by_key.values() for completion in turns]
@@ -106,7 +98,7 @@ def test_what_was_sampled_before_a_checkpoint_is_in_the_run_that_goes_on(
 
 def test_a_checkpoint_without_open_tasks_plays_them_again(flags, tmp_path):
     out = run(tmp_path / "run", flags, "--deterministic true")
-    checkpoint = back_to_step_2(out)
+    checkpoint = rewind(out, 2)
     [file] = checkpoint.glob("under_way*")
     file.unlink()
     manifest, state = (
