@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from fnmatch import fnmatch
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rl_core.config import Config, LoraConfig
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.parallel.context_parallel import gathered_rows, summed_rows
+from rl_core.models.parallel.tensor_parallel import matches
 from rl_core.models.policy import backbone
 
 # Style of weights with a row for each expert, and styles of modules around them.
@@ -46,10 +46,6 @@ def ep_plan(model_config: PretrainedConfig) -> dict[str, str]:
 def split_weights(model_config: PretrainedConfig) -> list[str]:
     """Weights of the language model with a row for each expert, with * for numbers."""
     return [name for name, style in ep_plan(model_config).items() if style == SPLIT]
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
