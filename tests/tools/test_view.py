@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -392,6 +393,19 @@ def test_a_report_that_cannot_be_written_is_a_warning_and_no_error(
         out == [f"writing {run.path}/report.html"]
         and "was not written: it took too long; rl-core view" in line
     )
+
+
+def test_a_viewer_that_is_killed_or_cannot_start_is_a_warning(capsys, monkeypatch, tmp_path):
+    out = tmp_path / "a run"
+    (tmp_path / "sitecustomize.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    report_file.write_report(out)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
+    report_file.write_report(out)
+    killed, missing = capsys.readouterr().err.splitlines()
+    assert "report.html was not written: the viewer ended with status -9; " in killed
+    assert f"was not written: [Errno 2] No such file or directory: '{sys.executable}'; " in missing
+    assert f"; rl-core view '{out}' --report '{out}/report.html' does it again" in killed
 
 
 def test_no_rank_waits_for_the_report(tiny_model, tmp_path):

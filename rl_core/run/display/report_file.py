@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,24 @@ def write_report(out: Path) -> None:
     went well."""
     file = out / "report.html"
     command = ["view", str(out), "--report", str(file)]
+    try:
+        reason = run_viewer(command, file)
+    except OSError as error:  # The machine starts no more processes.
+        reason = str(error)
+    if reason:
+        hint = f"rl-core {shlex.join(command)} does it again"
+        print(f"warning: {file} was not written: {reason}; {hint}", file=sys.stderr, flush=True)
+
+
+def run_viewer(command: list[str], file: Path) -> str:
+    """Reason why the viewer did not write its file; "" if it did."""
     viewer = subprocess.Popen(
         [sys.executable, "-m", "rl_core.tools.cli", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
     )
     try:
         try:
@@ -31,8 +44,8 @@ def write_report(out: Path) -> None:
             _, errors = viewer.communicate(timeout=MAX_WAIT_S)
     except subprocess.TimeoutExpired:
         viewer.kill()
-        errors = "it took too long"
-    if viewer.returncode != 0:
-        reason = errors.strip().rpartition("\n")[2].removeprefix("error: ")
-        hint = f"rl-core {' '.join(command)} does it again"
-        print(f"warning: {file} was not written: {reason}; {hint}", file=sys.stderr, flush=True)
+        return "it took too long"
+    if viewer.returncode == 0:
+        return ""
+    reason = errors.strip().rpartition("\n")[2].removeprefix("error: ")
+    return reason or f"the viewer ended with status {viewer.returncode}"
