@@ -15,8 +15,6 @@ from rl_core.types import PER_TOKEN, InputImage, TrainingSample
 
 # Fields of a sample that are sent to other ranks.
 COLUMNS = (*PER_TOKEN, "experts", "kept_ids", "teacher_ids")
-
-
 TEXTS = ("group_id", "env")
 
 
