@@ -103,7 +103,7 @@ def flush_to_disk(path: Path) -> None:
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """Yields a new folder that replaces `folder` once it is complete."""
-    scratch = folder.with_name(folder.name + ".tmp")
+    scratch = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     yield scratch

@@ -152,11 +152,13 @@ async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp
         loaded = await alice.step("load_weights", path=state, optimizer=True)
         assert loaded["model_id"] == alice.model_id
         assert [await alice.learn(5), await alice.learn(5)] == want
+        other = await alice.sampler(path="w.tmp")
         named = await alice.sampler(path="w")
         asked = {"session_id": alice.session, "sampling_session_seq_id": 9}
         made = await alice.post("create_sampling_session", asked | {"model_path": named["path"]})
-        facts = await alice.post("weights_info", {"tinker_path": named["path"]})
-        assert (facts["lora_rank"], facts["base_model"]) == (4, str(tiny_model))
+        for saved in (named, other):
+            facts = await alice.post("weights_info", {"tinker_path": saved["path"]})
+            assert (facts["lora_rank"], facts["base_model"]) == (4, str(tiny_model))
         prompt = read_samples(await alice.sample(made["sampling_session_id"], ids))[2]
         oracle = exported(named["path"], tmp_path, tiny_model)
         assert prompt[1:].tolist() == pytest.approx(oracle(ids), abs=1e-5)
