@@ -143,8 +143,8 @@ class MultiLora:
             send(json.dumps([method, arguments]).encode(), self.ranks)
             send(body, self.ranks)
         try:
-            return getattr(self, method)(**arguments, **({"body": body} if body else {}))
-        except ValueError:  # Other ranks raise the same.
+            return self.run(method, arguments, body)
+        except ValueError:  # All ranks raise one.
             raise
         except Exception as error:
             if self.ranks.size == 1:
@@ -154,13 +154,27 @@ class MultiLora:
 
     def follow(self) -> None:
         """Does what rank 0 does, until rank 0 ends."""
-        while True:
+        method = ""
+        while method != "end":
             method, arguments = json.loads(send(b"", self.ranks))
             body = send(b"", self.ranks)
-            if method == "end":
-                return
-            with suppress(ValueError):  # Rank 0 raises the same, and answers with it.
-                getattr(self, method)(**arguments, **({"body": body} if body else {}))
+            with suppress(ValueError):  # Rank 0 raises one too, and answers with it.
+                self.run(method, arguments, body)
+
+    def run(self, method: str, arguments: JSONObject, body: bytes) -> Any:
+        """The method's result. Raises ValueError if the method does on every rank, and RunError if
+        only some ranks refuse the request: their weights differ from then on."""
+        result, refusal = None, None
+        try:
+            result = getattr(self, method)(**arguments, **({"body": body} if body else {}))
+        except ValueError as error:
+            refusal = error
+        refusals = all_gather_json(str(refusal or ""), self.ranks)
+        if any(refusals) and not all(refusals):
+            raise RunError(f"some ranks alone refused the request: {max(refusals)}")
+        if refusal is not None:
+            raise refusal
+        return result
 
     def keep_alive(self) -> None:
         """Lets the other ranks wait on: their next message comes in time."""

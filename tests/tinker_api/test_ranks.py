@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 from bodies import forward_backward, row
 from test_multi_lora import ADAM, LORA, new_lora, read_output, rows
 
 from rl_core.distributed import close_ranks
 from rl_core.tinker.multi_lora import MultiLora
+from rl_core.types import RunError
 
 
 def requests(lora: MultiLora) -> list[float]:
@@ -38,6 +40,8 @@ def requests(lora: MultiLora) -> list[float]:
 
 def test_two_ranks_learn_what_one_does(tiny_model, torchrun, tmp_path):
     torchrun(2, __file__, tiny_model, tmp_path / "two.json")
+    for rank in range(2):
+        assert "alone refused the request: rank=4 is" in (tmp_path / f"two.json.{rank}").read_text()
     one, two = requests(new_lora(tiny_model)), json.loads((tmp_path / "two.json").read_text())
     assert len(one) == len(two)
     assert all(abs(a - b) <= 1e-4 + 1e-5 * abs(a) for a, b in zip(one, two, strict=True))
@@ -50,6 +54,14 @@ def main(model: str, file: str) -> None:
             json.dump(requests(lora), out)
     else:
         lora.follow()
+        lora.max_rank = 3  # As if it had other flags.
+    try:
+        if lora.ranks.rank == 0:
+            lora.call("create", name="model0", lora=LORA, seed=3)
+        else:
+            lora.follow()
+    except RunError as error:
+        Path(f"{file}.{lora.ranks.rank}").write_text(str(error))
     close_ranks(lora.ranks)
 
 
