@@ -45,7 +45,7 @@ class AdapterTable:
         self.owners = torch.tensor(owners, device=model.device)  # [R] number of the adapter
         # A [R, I] and scaled, transposed B [R, O].
         self.layers: dict[str, tuple[Tensor, Tensor]] = {}
-        self.head = ""  # Name of the head, if it has adapters.
+        self.head = ""  # Name of the head; "" if it has no adapters.
         self.used = slice(0, 0)  # Ranks of the adapters in a forward.
         self.others: Tensor | None = None  # [n, 1, R] ranks of other adapters; None if all are used
 
@@ -99,10 +99,10 @@ class AdapterTable:
         out.view(-1, out.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), b_RO)
 
     def head_products(self, hidden: Tensor, logits: Tensor) -> None:
-        """Adds B A x of the head to logits [n, V], which engines compute without its module."""
-        if self.head:
-            module = self.model.get_submodule(self.head)
-            self.add_products(self.head, module, (hidden[:, None],), logits)
+        """Adds B A x of the head, which has adapters, to logits [n, V]: engines compute them without
+        its module."""
+        module = self.model.get_submodule(self.head)
+        self.add_products(self.head, module, (hidden[:, None],), logits)
 
 
 def arriving_adapter(

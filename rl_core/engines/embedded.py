@@ -640,7 +640,7 @@ class EmbeddedEngine(Engine):
         bits = [request.random_bits(RANDOM_BITS) for request in requests]
         uniforms = self._to_device(bits, torch.float32) * 2.0**-RANDOM_BITS
         logits = self._slots.logits(hidden)
-        if self._adapters is not None:
+        if self._adapters is not None and self._adapters.head:
             with self._using_adapters(requests):
                 self._adapters.head_products(hidden, logits)
         if any(request.matcher for request in requests):
