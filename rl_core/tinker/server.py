@@ -200,8 +200,7 @@ class TinkerServer:
 
     async def create_sampler(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(SamplingSession, await read_json(request))
-        create = self.tenants.create_sampler
-        entry = await asyncio.to_thread(create, request[TENANT], asked)
+        entry = await self.tenants.create_sampler(request[TENANT], asked)
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": entry.id}
         )

@@ -208,11 +208,14 @@ class Tenants:
                 self.promises.finish(promise, error)
                 return promise
 
+        loop = asyncio.get_running_loop()
+
         def run() -> Result:
             try:
                 return begin(model)
             except Exception:
-                self.models.pop(model.id, None)  # Requests behind this one fail: see submit().
+                # Requests behind this one fail: see submit(). The loop reads models meanwhile.
+                loop.call_soon_threadsafe(self.models.pop, model.id, None)
                 raise
 
         return self.turns.submit(model.lane, 0, f"{model.id}:0", run)
@@ -324,9 +327,12 @@ class Tenants:
                     f"sampling_session_seq_id {asked.sampling_session_seq_id} is taken"
                 )
             weights = self.call("weights", name=model.learner)
-            work = self.sampler.add(entry.id, tenant, weights, model.lora)
-            asyncio.run_coroutine_threadsafe(work, loop).result()
-            model.session.samplers[entry.id] = entry
+
+            async def add() -> None:
+                await self.sampler.add(entry.id, tenant, weights, model.lora)
+                model.session.samplers[entry.id] = entry
+
+            asyncio.run_coroutine_threadsafe(add(), loop).result()
             return answer | {"sampling_session_id": entry.id}
 
         return self.submit(tenant, asked, run)
@@ -359,11 +365,11 @@ class Tenants:
 
     # Samples
 
-    def create_sampler(self, tenant: str, asked: SamplingSession) -> SamplerEntry:
+    async def create_sampler(self, tenant: str, asked: SamplingSession) -> SamplerEntry:
         """Raises ValueError for weights that cannot be read."""
         session = self.session(tenant, asked.session_id)
         if asked.model_path:
-            self.saved_facts(tenant, asked.model_path)
+            await asyncio.to_thread(self.saved_facts, tenant, asked.model_path)
         else:
             self.check_base(asked.base_model)
         sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
