@@ -94,8 +94,11 @@ def read_keys(file: Path, names: list[str]) -> dict[str, str]:
     for name in names:
         keys.setdefault(name, f"tml-{secrets.token_urlsafe(32)}")
     for name, key in keys.items():
-        if not TENANT.fullmatch(name) or not key.startswith("tml-"):
-            raise ValueError(f"{file}: a line is a name of [a-z0-9_-], a space and a key tml-...")
+        if not TENANT.fullmatch(name) or name == file.name or not key.startswith("tml-"):
+            raise ValueError(
+                f"{file}: a line is a name of [a-z0-9_-] other than {file.name}, a space and a key "
+                "tml-..."
+            )
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w") as opened:

@@ -228,6 +228,13 @@ async def test_one_tenant_reaches_nothing_of_another(serving, tmp_path):
         assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("name", ["Me", "a/b", "keys"])
+def test_a_tenant_whose_name_cannot_be_a_folder_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="other than keys"):
+        read_keys(tmp_path / "keys", ["me", name])
+    assert not (tmp_path / "keys").exists()
+
+
 async def test_chunks_that_arrive_last_first_are_learned_in_order(serving):
     async with serving() as (alice, _, _):
         await alice.begin()
