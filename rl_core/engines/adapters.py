@@ -99,8 +99,8 @@ class AdapterTable:
         out.view(-1, out.shape[-1]).addmm_(inner.view(-1, inner.shape[-1]), b_RO)
 
     def head_products(self, hidden: Tensor, logits: Tensor) -> None:
-        """Adds B A x of the head, which has adapters, to logits [n, V]: engines compute them without
-        its module."""
+        """Adds B A x of the head, which must have adapters, to logits [n, V]: engines compute the
+        logits without its module."""
         module = self.model.get_submodule(self.head)
         self.add_products(self.head, module, (hidden[:, None],), logits)
 
