@@ -31,6 +31,7 @@ Parts = Sequence[str]  # Of a model that sees: vision, projector, language.
 LANGUAGE = ("language",)
 EXPERTS = "experts"  # Targets in addition to linear layers.
 HEAD = "head"  # Not of the flag: exports with the adapter merged would lose it.
+WEIGHTS = "adapter_model.safetensors"  # File of an adapter.
 NAMED_AS_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 # Model types for which peft refuses out_proj.
 STATE_SPACES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -233,8 +234,7 @@ class AdapterPolicy(Policy):
             weights[name] = value.cpu().contiguous()
         if ranks.rank == 0:
             with replaced(folder) as scratch:
-                self.adapters[adapter].save_pretrained(str(scratch))
-                save_file(weights, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+                write_adapter(scratch, self.adapters[adapter], weights)
 
 
 def peft_config(
@@ -291,7 +291,18 @@ def adapter_parameters(
 def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, unsharded tensor) of each matrix of an adapter. Every rank must exhaust it."""
     for name, value in gathered_weights(adapter_parameters(model, adapter)):
-        yield f"base_model.model.{name.replace('.default.', '.')}", value
+        yield peft_name(name), value
+
+
+def peft_name(name: str) -> str:
+    """peft's name of a matrix that adapter_parameters() yields."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
+def write_adapter(folder: Path, config: peft.LoraConfig, weights: dict[str, Tensor]) -> None:
+    """Writes the files of an adapter that peft loads."""
+    config.save_pretrained(str(folder))
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def merged_weights(

@@ -39,6 +39,8 @@ from rl_core.learning.lora import (
     adapter_weights,
     draw_adapter,
     last_name,
+    peft_name,
+    write_adapter,
 )
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.metrics import Sum, reduce_metrics
@@ -124,8 +126,7 @@ class MultiLora:
         self.policy = policy
         text = policy.hf.config.get_text_config()
         self.vocab_size: int = text.vocab_size
-        [adapter] = {policy.adapters[learner.adapter].r for learner in learners.values()}
-        self.max_rank: int = adapter
+        [self.max_rank] = {policy.adapters[learner.adapter].r for learner in learners.values()}
         head = policy.hf.get_output_embeddings()
         names = [last_name(name) for name, m in policy.hf.named_modules() if m is head]
         is_plain = logit_change(policy.hf.config) == (1.0, None) and hasattr(head, "lora_A")
@@ -381,7 +382,7 @@ class MultiLora:
         """(peft's name, matrix of the largest rank) of all layers."""
         adapter = self.learners[SCRATCH].adapter
         for name, parameter in adapter_parameters(self.policy.hf, adapter):
-            key = f"base_model.model.{name.replace('.default.', '.')}"
+            key = peft_name(name)
             full = torch.zeros(parameter.shape)
             if (value := weights.get(key)) is not None:
                 is_a = ".lora_A." in key
@@ -395,13 +396,12 @@ class MultiLora:
         learner = self.learners[SCRATCH]
         if snapshot and snapshot != self.in_scratch:
             self.in_scratch = ""
-            parameters = dict(adapter_parameters(self.policy.hf, learner.adapter))
+            matrices = self.padded(safetensors.load(body))
             with torch.no_grad():
-                for key, full in self.padded(safetensors.load(body)):
-                    name = key.removeprefix("base_model.model.").replace(
-                        ".weight", ".default.weight"
-                    )
-                    local, slices = local_slices(parameters[name])
+                for (_, parameter), (_, full) in zip(
+                    learner.trained_parameters(), matrices, strict=True
+                ):
+                    local, slices = local_slices(parameter)
                     local.copy_(full[slices])
             self.adopt(SCRATCH, Lora(**lora))
             self.in_scratch = snapshot
@@ -425,18 +425,14 @@ class MultiLora:
         weights = self.weights(name)
         with_adapter = target.with_name(f".{target.name}.adapter") / ADAPTER
         if self.ranks.rank == 0:
-            with_adapter.parent.mkdir(parents=True, exist_ok=True)
-            with replaced(with_adapter) as scratch:
-                targets = sorted({last_name(key.partition(".lora_")[0]) for key in weights})
-                config = replace(
-                    self.policy.adapters[learner.adapter],
-                    r=lora.rank,
-                    lora_alpha=self.alpha,
-                    target_modules=set(targets),
-                )
-                config.save_pretrained(str(scratch))
-                file = scratch / "adapter_model.safetensors"
-                safetensors.save_file(weights, file, metadata={"format": "pt"})
+            with_adapter.mkdir(parents=True, exist_ok=True)
+            config = replace(
+                self.policy.adapters[learner.adapter],
+                r=lora.rank,
+                lora_alpha=self.alpha,
+                target_modules={last_name(key.partition(".lora_")[0]) for key in weights},
+            )
+            write_adapter(with_adapter, config, weights)
         if has_state:
             state = {FACTS: facts}
             try:
@@ -572,7 +568,7 @@ class RequestLosses:
         for of_rank in all_gather_json(self.logprobs, ranks):
             self.logprobs |= {int(number): values for number, values in of_rank.items()}
         logprobs = [np.asarray(self.logprobs[i], np.float32) for i in range(len(self.sequences))]
-        share = ranks.size // ranks.mesh.dp if ranks.size > 1 else 1
+        share = ranks.size // ranks.mesh.dp
         sums: Metrics = {"loss:sum": Sum(self.loss / share)}
         if BOUNDS[0] in self.sequences[0].columns:
             sums["clipped_tokens:sum"] = Sum(self.num_clipped / share)
