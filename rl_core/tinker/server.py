@@ -22,7 +22,6 @@ from rl_core.http_guard import (
     read_body,
     read_json,
 )
-from rl_core.tinker.multi_lora import MultiLora
 from rl_core.tinker.queue import Promise
 from rl_core.tinker.tenants import Tenants
 from rl_core.tinker.wire import (
@@ -238,11 +237,9 @@ def answer(promise: Promise) -> web.Response:
     return web.json_response({"request_id": promise.request_id, **promise.facts})
 
 
-async def serve(
-    tenants: Tenants, lora: MultiLora, keys: dict[str, str], host: str, port: int
-) -> None:
+async def serve(tenants: Tenants, keys: dict[str, str], host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM. Raises OSError, and RunError if ranks cannot continue."""
-    stopped = asyncio.Event()
+    stopped, lora = asyncio.Event(), tenants.lora
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     server = TinkerServer(tenants, keys)

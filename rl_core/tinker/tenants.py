@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
 from safetensors import torch as safetensors
 
 from rl_core.http_guard import HttpError
+from rl_core.learning.lora import WEIGHTS
 from rl_core.tinker.multi_lora import ADAPTER, SCRATCH, MultiLora, read_facts
 from rl_core.tinker.queue import Lane, Promise, Promises, Refused, Result, Turns
 from rl_core.tinker.sampler import Snapshot, SnapshotSampler
@@ -124,9 +124,6 @@ class Tenants:
         self.logprob_lanes: dict[str, Lane] = {}  # By tenant.
         self.num_sampling: Counter[str] = Counter()  # Tenant -> sequences.
 
-    def call(self, method: str, *arguments, **named) -> Any:
-        return self.lora.call(method, *arguments, **named)
-
     # Sessions
 
     def create_session(self, tenant: str) -> ClientSession:
@@ -171,7 +168,7 @@ class Tenants:
     def drop_gradients(self, lane: Lane) -> None:
         for model in list(self.models.values()):
             if model.lane is lane:
-                self.call("drop_gradients", name=model.learner)
+                self.lora.call("drop_gradients", name=model.learner)
 
     def add_model(self, session: ClientSession, number: int, lora: Lora) -> Model:
         """A model with a free learner. Raises Refused if there is none."""
@@ -230,7 +227,7 @@ class Tenants:
             self.check_base(asked.base_model)
             check_optimizer(asked.optimizer_config)
             seed = counter_seed(model.id) if lora.seed is None else lora.seed
-            self.call("create", name=model.learner, lora=lora.model_dump(), seed=seed)
+            self.lora.call("create", name=model.learner, lora=lora.model_dump(), seed=seed)
             return {"type": "create_model", "model_id": model.id}
 
         return self.begin_model(tenant, asked.session_id, asked.model_seq_id, lora, begin)
@@ -278,7 +275,7 @@ class Tenants:
         position = OfModel(model_id=asked.model_id, seq_id=asked.seq_id)
 
         def run(model: Model) -> Result:
-            return self.call("forward_backward", name=model.learner, body=body)
+            return self.lora.call("forward_backward", name=model.learner, body=body)
 
         return self.submit(tenant, position, run, kind=kind, size=len(body))
 
@@ -288,7 +285,7 @@ class Tenants:
                 check_optimizer(asked.optimizer_params or OptimizerChoice())
                 raise ValueError("optim_step has no adam_params")
             params = asked.adam_params.model_dump()
-            return self.call("optim_step", name=model.learner, params=params)
+            return self.lora.call("optim_step", name=model.learner, params=params)
 
         return self.submit(tenant, asked, run, kind="step")
 
@@ -301,7 +298,7 @@ class Tenants:
             raise ValueError(f"{path} exists; give another name, or overwrite=True")
         folder.parent.mkdir(parents=True, exist_ok=True)
         facts = {"base_model": self.model, "path": path}
-        self.call(
+        self.lora.call(
             "save",
             name=model.learner,
             folder=str(folder),
@@ -329,7 +326,7 @@ class Tenants:
                 raise ValueError(
                     f"sampling_session_seq_id {asked.sampling_session_seq_id} is taken"
                 )
-            weights = self.call("weights", name=model.learner)
+            weights = self.lora.call("weights", name=model.learner)
 
             async def add() -> None:
                 await self.sampler.add(entry.id, tenant, weights, model.lora)
@@ -347,7 +344,9 @@ class Tenants:
             folder, _ = self.saved_facts(tenant, asked.path)
             if folder.parent.name != "weights":
                 raise ValueError(f"{asked.path} is for sampling; load the result of save_state()")
-            self.call("load", name=model.learner, folder=str(folder), has_optimizer=asked.optimizer)
+            self.lora.call(
+                "load", name=model.learner, folder=str(folder), has_optimizer=asked.optimizer
+            )
             model.lora = self.lora.loras[model.learner]
             return {"type": "load_weights", "path": asked.path, "model_id": model.id}
 
@@ -401,7 +400,7 @@ class Tenants:
                         f"{len(self.sampler.slots)}); save them by a name, or take a new client"
                     )
                 folder, facts = await asyncio.to_thread(self.saved_facts, tenant, entry.path)
-                file = folder / ADAPTER / "adapter_model.safetensors"
+                file = folder / ADAPTER / WEIGHTS
                 weights = await asyncio.to_thread(safetensors.load_file, file)
                 await self.sampler.add(entry.id, tenant, weights, Lora(**facts["lora"]))
             return self.sampler.snapshots[entry.id]
@@ -472,7 +471,7 @@ class Tenants:
                 arguments |= {"snapshot": snapshot.key, **snapshot.lora.model_dump()}
                 if snapshot.key != self.lora.in_scratch:
                     arguments["body"] = safetensors.save(snapshot.weights)
-            results.append(self.call("logprobs", **arguments))
+            results.append(self.lora.call("logprobs", **arguments))
             return b""
 
         promise = self.turns.submit(lane, None, f"{tenant}:logprobs:{secrets.token_hex(8)}", run)

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
         keys = read_keys(Path(args.out) / "keys", split(args.tenants))
         tenants = make_tenants(args, config, lora)
-        asyncio.run(serve(tenants, lora, keys, args.host, args.port))
+        asyncio.run(serve(tenants, keys, args.host, args.port))
     else:
         lora.follow()
     close_ranks(lora.ranks)
