@@ -109,7 +109,9 @@ async def test_a_tenant_with_too_many_requests_waits_but_the_next_in_line_is_tak
         turns.submit(lane, 4, "m:4", dict)
     assert error.value.status == 429
     turns.submit(lane, 1, "m:1", dict)
-    turns.submit(Lane(tenant="a"), None, "logprobs:1", dict)
+    logprobs = Lane(tenant="a")
+    for number in range(2):
+        turns.submit(logprobs, None, f"logprobs:{number}", dict)
     turns.submit(Lane(tenant="b"), 2, "n:2", dict)
     turns.thread.shutdown()
 
@@ -165,4 +167,17 @@ async def test_sequences_of_tenants_take_turns_and_cancelled_ones_leave():
     going.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order in (["a0", "a2", "b0", "a3"], ["a0", "b0", "a2", "a3"])
+    assert (gate.free, gate.waiting) == (1, {})
+
+
+async def test_a_sequence_that_is_cancelled_as_it_is_admitted_leaves_its_place():
+    gate, going = FairGate(1), asyncio.Event()
+    first, second = (asyncio.create_task(gate.run("a", going.wait)) for _ in range(2))
+    await asyncio.sleep(0)
+    going.set()
+    await asyncio.sleep(0)  # The first ends, and the second has its turn without having begun.
+    assert first.done()
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    assert second.cancelled()
     assert (gate.free, gate.waiting) == (1, {})
