@@ -58,6 +58,7 @@ def main(model: str, file: str) -> None:
     try:
         if lora.ranks.rank == 0:
             lora.call("create", name="model0", lora=LORA, seed=3)
+            lora.call("end")  # Not reached.
         else:
             lora.follow()
     except RunError as error:
