@@ -268,13 +268,14 @@ def expected_probs(logits, top_k=0, top_p=1.0, min_p=0.0):
     return torch.zeros_like(logits).index_copy_(0, torch.tensor(kept), logits[kept].softmax(0))
 
 
-def test_one_requests_limits_leave_the_others_alone(model):
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_one_requests_limits_leave_the_others_alone(model, limit):
     prompts = random_prompts(3)
     plain = SamplingParams(max_tokens=10)
     alone = run(embedded(model), prompts, plain)
     mixed = [
         plain,
-        SamplingParams(max_tokens=10, top_k=1),
+        SamplingParams(max_tokens=10, **limit),
         SamplingParams(max_tokens=10, temperature=0),
     ]
     first, narrow, greedy = run(embedded(model), prompts, mixed)
@@ -282,6 +283,9 @@ def test_one_requests_limits_leave_the_others_alone(model):
     assert first.logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
     assert narrow.logprobs == pytest.approx([0.0] * 10, abs=1e-6)
     assert_logprobs(model, prompts[2:], [greedy])
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompts[2] + greedy.token_ids])).logits[0]
+    assert greedy.token_ids == logits[len(prompts[2]) - 1 : -1].argmax(-1).tolist()
 
 
 # Cost
