@@ -238,6 +238,9 @@ class Endpoint:
         except EngineDied as error:
             raise Refusal("the engine died; the episode begins again", status=503) from error
 
+    def note_sent(self, attempt: Attempt) -> None:
+        """Called once a connection took replies, or was lost while they were sent."""
+
     async def num_tokens(self, request: Request) -> int:
         """Tokens of the request's prompt. Raises Refusal."""
         chat = self.tree_of(request).actor.chat
@@ -365,10 +368,14 @@ class EndpointServer:
         key = key_of(request)
         for known, endpoint in self.endpoints.items():
             if is_key(key, known):
-                connection = cast(GuardedConnection, request.protocol)
-                connection.limits.admit(connection, known)
+                self.admit(request, endpoint)
                 return endpoint
         raise Refusal(NO_EPISODE, status=401, code="invalid_api_key")
+
+    def admit(self, request: web.Request, endpoint: Endpoint) -> None:
+        """Counts the connection as one of the endpoint's. Raises HttpError if it has too many."""
+        connection = cast(GuardedConnection, request.protocol)
+        connection.limits.admit(connection, endpoint.api_key)
 
     def handler(self, dialect: ModuleType) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
@@ -382,7 +389,10 @@ class EndpointServer:
                 # A cancelled handler has lost its client.
                 with attempt.waited():
                     send = self.send_stream if request.is_streamed else self.send
-                    return await send(http, dialect, endpoint, request, attempt)
+                    try:
+                        return await send(http, dialect, endpoint, request, attempt)
+                    finally:
+                        endpoint.note_sent(attempt)
             except Refusal as refusal:
                 if refusal.status != 401:
                     endpoint.refused = refusal.message

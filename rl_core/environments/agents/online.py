@@ -6,8 +6,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from types import ModuleType
-from typing import cast
 
 from aiohttp import web
 
@@ -21,10 +19,9 @@ from rl_core.environments.agents.endpoint import (
     parsed,
     refuse,
 )
-from rl_core.environments.agents.requests import Refusal, Request
+from rl_core.environments.agents.requests import Refusal
 from rl_core.environments.agents.sessions import OnlineSession, Sessions
-from rl_core.environments.agents.tree import Attempt
-from rl_core.http_guard import GuardedConnection, is_key
+from rl_core.http_guard import is_key
 from rl_core.types import JSON, JSONObject
 
 # Fewest characters of a key that a client chooses.
@@ -77,32 +74,10 @@ class OnlineServer(EndpointServer):
             raise Refusal(text, status=401, code="invalid_api_key")
         raise Refusal(NO_EPISODE.replace("episode", "session"), status=401, code="invalid_api_key")
 
-    def admit(self, request: web.Request, endpoint: Endpoint) -> None:
-        connection = cast(GuardedConnection, request.protocol)
-        connection.limits.admit(connection, endpoint.api_key)
-
     def session_of(self, http: web.Request) -> OnlineSession:
         session = self.endpoint_of(http)
         assert isinstance(session, OnlineSession)
         return session
-
-    async def send(
-        self,
-        http: web.Request,
-        dialect: ModuleType,
-        endpoint: Endpoint,
-        request: Request,
-        attempt: Attempt,
-    ) -> web.StreamResponse:
-        """See EndpointServer. Notes the part that the connection took."""
-        send = super().send_stream if request.is_streamed else super().send
-        try:
-            return await send(http, dialect, endpoint, request, attempt)
-        finally:
-            assert isinstance(endpoint, OnlineSession)
-            endpoint.note_sent(attempt)
-
-    send_stream = send
 
     async def health(self, http: web.Request) -> web.Response:
         state = "ok" if self.sessions.gate.is_set() else "learning"

@@ -154,7 +154,7 @@ class OnlineSession(Endpoint):
         super().store(dialect, request, replies)
 
     def note_sent(self, attempt: Attempt) -> None:
-        """Writes how much of the replies a connection took."""
+        """See Endpoint. Writes how much of the replies the connection took."""
         if attempt.is_done:
             for node in attempt.nodes.result():
                 if node.is_read:
