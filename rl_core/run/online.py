@@ -13,20 +13,20 @@ import asyncio
 import os
 import secrets
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from rl_core.data.tasks.online import SessionSource
 from rl_core.distributed import SIGNAL_RECEIVED
 from rl_core.environments.agents.online import OnlineServer
-from rl_core.environments.agents.rollout import AgentRollout, Endpoints
+from rl_core.environments.agents.rollout import AgentRollout, Endpoints, rewards_of
 from rl_core.environments.agents.sessions import TICK_S, OnlineSession, Scorer, Sessions
 from rl_core.metrics import Sum
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.env import ARGUMENTS, Env
+from rl_core.sampling.env import Env
 from rl_core.sampling.groups import Group, make_group
-from rl_core.sampling.hooks import Hook
 from rl_core.types import JSONObject, Message, RunError, Task, counter_seed
 
 ADMIN_KEY = "RL_CORE_ADMIN_KEY"  # Environment variable of the admin key.
@@ -165,7 +165,7 @@ class Online(Plugin):
         sessions = self.server.sessions
         self.server.version = sessions.step = step
         self.source.began_s = time.monotonic()
-        counts, sessions.counts = sessions.counts, type(sessions.counts)()
+        counts, sessions.counts = sessions.counts, Counter()
         started = counts.pop("started", 0)
         facts = {
             "started": Sum(started),
@@ -202,7 +202,7 @@ def is_busy(session: OnlineSession) -> bool:
 
 def scorer_of(env: Env, judge: str | None) -> Scorer:
     """Scores sessions by the rewards of an environment's file, its feedback_fn, and a judge."""
-    rewards = [hook for hook in env.hooks.values() if is_reward(hook)]
+    rewards = rewards_of(env.hooks)
 
     async def judged(actors: EpisodeActors, messages: list[Message], text: str) -> float:
         from rl_core.rewards.judges import judge as score
@@ -220,10 +220,6 @@ def scorer_of(env: Env, judge: str | None) -> Scorer:
         feedback=env.hooks.get("feedback_fn"),
         judge=judged if judge else None,
     )
-
-
-def is_reward(hook: Hook) -> bool:
-    return not hook.batched and hook.name not in ARGUMENTS
 
 
 def admin_key(out: Path) -> str:

@@ -197,6 +197,11 @@ def unscored_module() -> ModuleType:
     return module
 
 
+def rewards_of(hooks: dict[str, Hook]) -> list[Hook]:
+    """The rewards of a file that score one episode."""
+    return [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
+
+
 def agent_hooks(
     path: str,
     agent: Hook | Sequence[str],
@@ -207,7 +212,7 @@ def agent_hooks(
     """Hooks of a file with an `agent`: a rollout() that calls the agent and its rewards, and the
     hooks of groups. The rollout asks for the columns that they need. `box`: the file's setting of
     that name."""
-    rewards = [h for h in hooks.values() if not h.batched and h.name not in ARGUMENTS]
+    rewards = rewards_of(hooks)
     endpoints = Endpoints(config=config)
     agent_rollout = AgentRollout(path=path, agent=agent, rewards=rewards, endpoints=endpoints)
     if box and not isinstance(agent, Hook):

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rl_core.environments.agents import chat_completions, messages, responses, session_files
-from rl_core.environments.agents.endpoint import Endpoint, EndpointServer
+from rl_core.environments.agents import session_files
+from rl_core.environments.agents.endpoint import DIALECTS, Endpoint, EndpointServer
 from rl_core.environments.agents.requests import Refusal, Reply, Request
 from rl_core.environments.agents.rollout import AgentRollout
 from rl_core.environments.agents.session_files import RequestCoder
@@ -37,7 +37,7 @@ from rl_core.types import JSON, Completion, JSONObject, Message, SamplingParams,
 if TYPE_CHECKING:
     from rl_core.config import OnlineConfig
 
-DIALECTS = {module.PATH: module for module in (chat_completions, responses, messages)}
+DIALECT_AT = {dialect.PATH: dialect for dialect in DIALECTS}
 PREFIXES = ("chatcmpl-", "resp_", "msg_")  # Of a reply's id in each dialect.
 MAX_OVER = 10_000  # Keys of sessions that are over, which get 410 instead of 401.
 MAX_TEXTS = 100  # Texts of feedback in one session.
@@ -131,7 +131,7 @@ class OnlineSession(Endpoint):
         try:
             return await attempt.replies()
         except EngineDied as error:
-            await self.sessions.revive(self.players, error)
+            await self.sessions.revive(self.players)
             text = "the engine died and was started again; send the request again"
             raise Refusal(text, status=502, code="engine_died") from error
 
@@ -246,16 +246,9 @@ class OnlineSession(Endpoint):
         for parts in parts_of.values():
             add_up(total, parts)
         tree = self.trees[actor]
-        read = [node for node in tree.nodes if node.is_read]
-        continued = {node.parent for node in read}
         trajectories = []
-        for node in read:
-            if node in continued:
-                continue
-            path, parent = [node], node.parent
-            while parent is not None:
-                path.insert(0, parent)
-                parent = parent.parent
+        for node in tree.ends:
+            path = node.path
             of_turns = [parts_of.get(each.reply.id, {}) for each in path]
             trajectory = node.trajectory(0.0)
             trajectory.metrics |= self.metrics(tree, 1)
@@ -425,7 +418,8 @@ class Sessions:
             text = f"a step has learned for longer than --online.wait_s={self.config.wait_s:g}"
             raise Refusal(text, status=429, code="rate_limit_exceeded", retry_after_s=10)
 
-    async def revive(self, players: EpisodeActors, error: EngineDied) -> None:
+    async def revive(self, players: EpisodeActors) -> None:
+        """Starts the engines of a session's actors again. Sets `fatal` if one cannot start."""
         async with self.reviving:
             try:
                 for actor in players.values():
@@ -527,4 +521,4 @@ class Sessions:
         assert not session.turns.completions, "the turns of a file are those of its request"
         for reply, known in zip(replies, event["replies"], strict=True):
             reply.id = known
-        session.store(DIALECTS[event["dialect"]], request, replies)
+        session.store(DIALECT_AT[event["dialect"]], request, replies)

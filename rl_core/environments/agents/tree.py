@@ -64,6 +64,15 @@ class Node:
     def is_read(self) -> bool:
         return self.reply.num_sent > 0
 
+    @property
+    def path(self) -> list[Node]:
+        """The turns from the first of the conversation to this one."""
+        turns, node = [], self
+        while node is not None:
+            turns.append(node)
+            node = node.parent
+        return turns[::-1]
+
     def continued(self) -> Conversation:
         """The conversation as of this turn. The first request that continues it extends the object;
         each later request gets a branch."""
@@ -156,6 +165,13 @@ class Tree:
     @property
     def num_read(self) -> int:
         return sum(node.is_read for node in self.nodes)
+
+    @property
+    def ends(self) -> list[Node]:
+        """The last turn of each branch that was read."""
+        read = [node for node in self.nodes if node.is_read]
+        continued = {node.parent for node in read}
+        return [node for node in read if node not in continued]
 
     def attempt(self, request: Request, digest: Digest) -> Attempt:
         """The attempt that answers a request: a retry has that of the first request, and every
@@ -314,9 +330,7 @@ class Tree:
 
     def trajectories(self, reward: float | dict[str, float]) -> list[Trajectory]:
         """One trajectory per branch that was read, each with this reward."""
-        read = [node for node in self.nodes if node.is_read]
-        continued = {node.parent for node in read}
-        return [node.trajectory(reward) for node in read if node not in continued]
+        return [node.trajectory(reward) for node in self.ends]
 
 
 def beginning(completion: Completion, num: int, text: str) -> Completion:
