@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 
-from rl_core.data.episodes import by_episode, succeeded
+from rl_core.data.episodes import by_episode, episode_rewards, succeeded
 from rl_core.distributed import all_gather_json
 from rl_core.plugin import Plugin, RunState
 from rl_core.types import JSONObject, Trajectory
@@ -34,12 +33,12 @@ class RunningBaseline(Plugin):
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
         if name.startswith("eval/"):
             return
-        episodes = by_episode(succeeded(trajectories))
+        counted = succeeded(trajectories)
+        episodes = by_episode(counted)
         facts = []
-        for episode in episodes:
+        for episode, reward in zip(episodes, episode_rewards(counted), strict=True):
             first = episode[0]
             actor = f"{first.actor}/{first.player}"
-            reward = math.fsum(t.reward or 0.0 for t in episode) / len(episode)
             facts.append((actor, f"{actor}/{first.env}/{first.task_id}", reward))
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for key, (total, weight) in self.sums.items():
