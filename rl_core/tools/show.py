@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     if options.open:
-        print(sessions(Path(options.run), options.json), flush=True)
+        print(sessions(options.run, options.json), flush=True)
         return 0
     if options.reasons:
         print(reasons(options), flush=True)
@@ -62,11 +62,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def sessions(run: Path, is_json: bool) -> str:
+def sessions(run: str, is_json: bool) -> str:
     """A line for each session whose file a run keeps, the newest last."""
-    from rl_core.environments.agents.session_files import summaries
+    from rl_core.tools.viewer.data import RunFolder
 
-    known = summaries(run / "rollouts")
+    known = RunFolder(run).sessions
     if is_json:
         return "\n".join(map(json.dumps, known))
     lines = [f"{'session':>8}  {'reward':>8}  {'replies':>7}  {'versions':<9} state, task, reply"]

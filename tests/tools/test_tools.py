@@ -233,7 +233,14 @@ def test_show_names_the_runs_in_a_folder_that_is_none(tmp_path, capsys, monkeypa
     Path("first/run/rollouts").mkdir(parents=True)
     assert main(["show", "first"]) == 1
     assert capsys.readouterr().err == "error: no run in first; first/run is one\n"
-    for verb in ("show", "view", "plot", "rescore --env_path x.py", "replay --step 1"):
+    for verb in (
+        "show",
+        "show --open",
+        "view",
+        "plot",
+        "rescore --env_path x.py",
+        "replay --step 1",
+    ):
         verb, *flags = verb.split()
         assert main([verb, "first/other", *flags]) == 1
         assert capsys.readouterr().err == (

@@ -229,8 +229,6 @@ class RunFolder:
     @property
     def sessions(self) -> list[JSONObject]:
         """The sessions of a run with --online whose files it keeps."""
-        if not (self.path / "rollouts/sessions").is_dir():
-            return []
         from rl_core.environments.agents.session_files import summaries
 
         return summaries(self.path / "rollouts")
