@@ -1,4 +1,4 @@
-"""A run's folder: its lock, metrics.jsonl, files of lost steps and errors of full disks."""
+"""A run's folder: its lock, metrics.jsonl, and errors of full disks."""
 
 from __future__ import annotations
 

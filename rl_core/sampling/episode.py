@@ -1,4 +1,4 @@
-"""Episodes: one attempt by all actors at one task, with turns, each actor's view, and rewards."""
+"""Episodes: one attempt by all actors at one task, with turns and rewards."""
 
 from __future__ import annotations
 

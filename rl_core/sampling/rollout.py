@@ -1,5 +1,4 @@
-"""Concurrent groups of episodes, with deadlines and failures. Training and evaluation get their
-trajectories here."""
+"""Concurrent groups of episodes. Training and evaluation get their trajectories here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of model paths: the reason why a path is not a model, and a better path."""
+"""Local model paths: a folder exists, and has all files of its weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Saving: checkpoints, each model as a Hugging Face folder, and the best models by an
-evaluation."""
+"""Saving: checkpoints, and each model as a Hugging Face folder."""
 
 from __future__ import annotations
 
