@@ -66,8 +66,8 @@ def make_mesh(
     ep: int = 1,
 ) -> Mesh:
     """The mesh of all ranks that learn; dp_shard takes the ranks that other dimensions leave.
-    Raises ValueError if the other dimensions do not divide the number of ranks, or `ep` those of a
-    copy."""
+    Raises ValueError if the other dimensions do not divide the number of ranks, or if `ep` does not
+    divide the ranks of a copy."""
     num_learners, others = num_ranks - rollout_ranks, dp_replicate * cp * tp
     if num_learners < 1:
         raise ValueError(

@@ -161,7 +161,7 @@ def load_hf_model(
 
 
 def refuse_files(path: str, info: dict[str, Collection]) -> None:
-    """Raises ValueError if the files of a model lack a weight, or hold another one."""
+    """Raises ValueError for a weight that a model's files lack, add or have in another shape."""
     for name, shape, wanted in info["mismatched_keys"]:
         problem = f"{name} is {list(shape)} in its files, its config.json asks for {list(wanted)}"
         raise ValueError(f"model {path!r}: {problem}")

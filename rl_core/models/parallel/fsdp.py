@@ -77,7 +77,7 @@ def load_on_meta(
     path: str, dtype: torch.dtype, is_scoring: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Tensor | FusedWeight]]:
     """(an empty model of `dtype` on "meta", name -> weight in its files, to be indexed). Tied
-    weights stay tied. What transformers keeps in fp32 is in fp32."""
+    weights stay tied. Weights that transformers keeps in fp32 are in fp32."""
     with fused_later() as fused:
         model = load_hf_model(path, "auto", None, is_scoring)
     weights: dict[str, Tensor | FusedWeight] = dict(model.named_parameters())
