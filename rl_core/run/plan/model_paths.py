@@ -1,4 +1,4 @@
-"""Local model paths: a folder exists, and has all files of its weights."""
+"""Local model paths: a folder exists, and its weights files are complete."""
 
 from __future__ import annotations
 
