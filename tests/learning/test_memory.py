@@ -119,7 +119,10 @@ def compare_updates(ranks: Ranks, model: str) -> dict:
             )
         moved = max((w - results[False][n]).abs().max().item() for n, w in start.items())
         equal = all(torch.equal(w, results[False][n]) for n, w in results[True].items())
-        results_of[name] = {"moved": moved, "equal": equal}
+        # 8-bit state is of views, which are not the learner's parameters.
+        trained = [p for group in learner.optimizer.param_groups for p in group["params"]]
+        is_free = all(parameter.grad is None for parameter in trained)
+        results_of[name] = {"moved": moved, "equal": equal, "is_free": is_free}
     return results_of
 
 
@@ -162,6 +165,7 @@ def updated(tiny_model):
 def test_sharded_weights_that_wait_on_the_host_are_trained_the_same(updated, kind):
     for of_rank in updated:
         assert of_rank[kind]["equal"] and of_rank[kind]["moved"] > 1e-3
+        assert of_rank[kind]["is_free"], "no gradient is left after the update"
 
 
 @pytest.fixture(scope="module")
