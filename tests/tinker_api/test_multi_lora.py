@@ -380,3 +380,17 @@ def test_settings_without_a_value_are_the_defaults_of_the_page(lora):
 def test_adapters_that_cannot_be_trained_are_refused(lora, asked, match):
     with pytest.raises(ValueError, match=match):
         lora.create("model0", LORA | asked, 1)
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--ep 2", "--ep 2: the server does not split experts"),
+        ("--max_rank 0", "--max_rank 0 must be above 0"),
+        ("--port 65536", "--port from 0 to 65535"),
+        ("--max_context_tokens 1", "--max_context_tokens must be 2 or more"),
+    ],
+)
+def test_flags_that_the_server_cannot_use_are_refused(flags, says):
+    with pytest.raises(ValueError, match=says):
+        read_flags(["--model", "m", *flags.split()])
