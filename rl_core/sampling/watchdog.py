@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextvars
 import faulthandler
+import inspect
 import os
 import sys
 import threading
@@ -124,10 +125,16 @@ class Watchdog:
                     return
 
     def _hook_frames(self) -> list[FrameType]:
-        """Frames of environments' files in the loop's thread, innermost first."""
-        frame = sys._current_frames().get(self.loop_thread)
-        frames = [f for f, _ in traceback.walk_stack(frame)] if frame else []
-        return [f for f in frames if f.f_globals.get("__name__", "").startswith(MODULE_PREFIX)]
+        """Frames of environments' files in the loop's thread, innermost first. None if a coroutine
+        of rl_core runs that the file awaits, such as respond()."""
+        frame, frames = sys._current_frames().get(self.loop_thread), []
+        for inside, _ in traceback.walk_stack(frame) if frame else ():
+            module = inside.f_globals.get("__name__", "")
+            if module.startswith(MODULE_PREFIX):
+                frames.append(inside)
+            elif module.startswith("rl_core.") and inside.f_code.co_flags & inspect.CO_COROUTINE:
+                return frames
+        return frames
 
     def close(self) -> None:
         self.is_closed.set()

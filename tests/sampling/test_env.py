@@ -603,15 +603,20 @@ def test_check_names_an_async_hook_that_blocks_the_loop(env_of, capfd):
     env_of("""
         import time
         works = [1]
+        ours = {"__name__": "rl_core.sampling.actor"}
+        exec("import time\\nasync def respond(): time.sleep(2.5)", ours)
         def load_tasks(split): return [{"prompt": "2+2"}]
         async def reward_fn():
-            if works: works.pop(); time.sleep(2.5)
+            if works:
+                works.pop()
+                await ours["respond"]()  # Not the hook's fault.
+                time.sleep(2.5)
             return 1
     """)
     assert rl_core(["check", "x.py"]) == 0
     lines = [x for x in capfd.readouterr().err.splitlines() if "blocked" in x]
     [line] = lines
-    assert re.match(r"x.py:\d: async reward_fn\(\) has blocked the event loop for 1 s", line)
+    assert re.match(r"x.py:11: async reward_fn\(\) has blocked the event loop for 1 s", line)
     assert "await an async client (AsyncOpenAI, not OpenAI), make it once instead" in line
 
 
