@@ -8,8 +8,11 @@ fi
 python="$venv/bin/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rl_core needs Python >= 3.11" >&2; exit 1; }
 
-# pip, or uv for a virtual environment that uv made without pip. Both print warnings and errors alone. Python compiles what
-# is imported.
+# Python compiles what is imported, and must be allowed to keep it: else every process compiles torch, transformers and rl_core
+# again, and takes 13 s instead of 5 to import a trainer.
+unset PYTHONDONTWRITEBYTECODE
+
+# pip, or uv for a virtual environment that uv made without pip. Both print warnings and errors alone.
 install() {
     if ! "$python" -m pip --version > /dev/null 2>&1 && command -v uv > /dev/null; then
         uv pip install --quiet --python "$python" "$@"
