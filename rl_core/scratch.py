@@ -1,5 +1,5 @@
 """Temporary folders with their owner in the name. A killed process leaves its folders behind; the
-next run removes them.
+next process that makes one removes them.
 
 The name has a hash of the machine's boot and PID namespace, the owner's process id and start time:
 machines and containers that share a temporary folder never remove each other's folders.
@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import zlib
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 # rl_core_KIND_MACHINE_PID_START_RANDOM
@@ -20,7 +21,9 @@ NAME = re.compile(r"rl_core_[a-z]+_([0-9a-f]{8})_(\d+)_(\d+)_\w+")
 
 
 def scratch_prefix(kind: str) -> str:
-    """The prefix for names of this process's temporary folders."""
+    """The prefix for names of this process's temporary folders. The first call removes those of
+    killed processes."""
+    remove_orphans_once()
     pid = os.getpid()
     try:
         return f"rl_core_{kind}_{machine()}_{pid}_{start_of(pid)}_"
@@ -40,6 +43,11 @@ def start_of(pid: int) -> int:
     """Start time of a process in clock ticks since boot. Raises OSError if it does not exist."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return int(fields[19])
+
+
+@cache
+def remove_orphans_once() -> None:
+    remove_orphans()
 
 
 def remove_orphans(*folders: str) -> None:

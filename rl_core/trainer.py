@@ -24,21 +24,17 @@ import asyncio
 import gc
 import math
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from rl_core.actors import make_actors
-from rl_core.data.episodes import baseline_groups
 from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learners import make_learners
 from rl_core.learning.options import step_samples
 from rl_core.metrics import Max, Mean, Metric, add_metrics
-from rl_core.plugin import Plugin
 from rl_core.run.display.report_file import write_report
 from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
@@ -48,7 +44,7 @@ from rl_core.sampling.actor import Speaker
 from rl_core.sampling.groups import Group, make_group
 from rl_core.sampling.options import make_worker
 from rl_core.sampling.rollout import sorted_trajectories
-from rl_core.types import JSONObject, Task, TrainingSample, Trajectory
+from rl_core.types import JSONObject, Task, TrainingSample
 
 if TYPE_CHECKING:
     from rl_core.engines.engine_ranks import EngineRank, RankGroupTrainer
@@ -61,8 +57,7 @@ class Trainer:
         """Loads the models and makes the objects that live as long as the run."""
         config = plan.config
         self.plan, self.config, self.ranks = plan, config, ranks
-        assert config.out
-        self.out = Path(config.out)
+        self.out = config.folder
         self.began_at = self.phase_began = time.monotonic()
         self.phase = "start"
         self.phase_s: dict[str, float] = {}  # Phase -> duration when it last ended.
@@ -80,30 +75,24 @@ class Trainer:
         state: JSONObject = {"step": 0, "position": 0, "to_evaluate": config.eval_every > 0}
         if self.checkpoint:
             state = load_checkpoint(self.checkpoint, self.learners, True)
-        if config.resume and ranks.is_writer:
-            from rl_core.run.saving.lost_steps import drop_lost_steps
-
-            is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
-            drop_lost_steps(self.out, state["step"] or -1, is_evaluated_again)
         self.log = RunLog(self.out, ranks)
-        barrier(ranks)  # All folders exist, and files of lost steps are gone.
+        barrier(ranks)  # All folders exist.
 
         self.step: int = state["step"]  # Number of completed steps.
         self.first_step = self.step  # Steps completed before this process started.
         self.position: int = state["position"]  # Position of the next training task in the data.
-        # Earlier positions that no step has trained on yet.
+        # Earlier positions that an interrupted run left.
         self.pending: list[int] = state.get("pending", [])
         self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
         self.reduced_flags: dict[str, float] = {}  # Last logged values, equal on all ranks.
-        self.ended_by, self.is_interrupted = "", False  # Reason to end the run after this step.
+        self.ended_by = ""  # Reason to end the run after this step.
 
         self.actors = make_actors(plan, self.learners, ranks)
         self.device = next(iter(self.actors.values())).device
         self.worker = make_worker(config, plan.envs, self.speakers, ranks)
         for plugin in self.plugins:
             plugin.load(state)
-        self.data_state = self.read_data_state()
-        self.count_steps()
+        self.end_of_step()
 
     @property
     def speakers(self) -> dict[str, Speaker]:
@@ -164,8 +153,7 @@ class Trainer:
             await self.call("after_learn", step)
             self.step += 1
             await self.resume()
-        self.data_state = self.read_data_state()
-        self.count_steps()
+        self.end_of_step()
         await self.call("before_log", self.step)
         return self.log_metrics()
 
@@ -174,7 +162,6 @@ class Trainer:
         plan, step = self.plan, self.step
         if plan.sft_dataset:
             positions = self.draw_positions(self.config.tasks_per_step)
-            assert plan.train is not None
             samples = plan.sft_dataset.samples_at(plan.train.task, positions, self.ranks)
             return {self.config.trained[0]: samples}
         # WeightRecovery resends weights to engines that lost them; Canary samples fixed prompts.
@@ -185,7 +172,8 @@ class Trainer:
         # RunFiles writes the episodes, and FailureLimit may end the run.
         await self.call("on_episodes", step + 1, f"step {step + 1}", trajectories)
         await self.call("after_rollout", step, groups)
-        return training_samples(plan, trajectories, self.ranks)
+        advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
+        return step_samples(self.config, plan.algorithms, trajectories, advantage_fns, self.ranks)
 
     async def rollout(self) -> list[Group]:
         """This rank's groups of a step."""
@@ -197,8 +185,8 @@ class Trainer:
             every = 0
         self.worker.submit(self.draw_groups(every * max(0, last - first)))
         groups = await self.collect(every)
-        for refill in self.hooks("refill"):
-            groups += await refill(groups)
+        for plugin in self.plugins:
+            groups += await plugin.refill(groups)
         return groups
 
     async def collect(self, num_groups: int) -> list[Group]:
@@ -206,40 +194,24 @@ class Trainer:
         num_groups = min(num_groups, len(self.worker.pending))
         return await self.worker.collect(num_groups, self.step - self.config.max_staleness)
 
-    def draw_positions(self, num: int) -> range:
-        """The next `num` positions in the data, or fewer at the end of --num_epochs."""
+    def draw_positions(self, num: int) -> list[int]:
+        """Positions of the next `num` tasks in the data, or of fewer at the end of --num_epochs.
+        Tasks that an interrupted run left come first."""
+        left, self.pending = self.pending[:num], self.pending[num:]
         first, most = self.position, self.plan.num_tasks
+        num -= len(left)
         self.position += num if most is None else max(0, min(num, most - first))
-        return range(first, self.position)
-
-    def count_steps(self) -> None:
-        """Sets num_steps to the step in which --num_epochs end: dynamic sampling draws more tasks
-        than a step has."""
-        if self.plan.num_tasks is not None:
-            left = self.plan.num_tasks - self.position + len(self.data_state["pending"])
-            more = math.ceil(max(0, left) / self.config.tasks_per_step)
-            self.config = replace(self.config, num_steps=self.step + more)
+        return [*left, *range(first, self.position)]
 
     def draw_groups(self, num_groups: int) -> list[Group]:
-        """Groups of the next training tasks. Tasks that an interrupted run left come first."""
-        left, self.pending = self.pending[:num_groups], self.pending[num_groups:]
-        assert self.plan.train is not None
-        groups = []
-        for position in (*left, *self.draw_positions(num_groups - len(left))):
-            groups.append(self.make_group(position, self.plan.train.task(position)))
-        return groups
+        positions = self.draw_positions(num_groups)
+        return [self.make_group(n, self.plan.train.task(n)) for n in positions]
 
     def make_group(self, position: int, task: Task) -> Group:
         config = self.config
         step, number = divmod(position, config.tasks_per_step)
-        return make_group(
-            config,
-            task,
-            batch=f"train/{step:06d}",
-            number=number,
-            position=position,
-            size=config.group_size,
-        )
+        place = {"batch": f"train/{step:06d}", "number": number, "position": position}
+        return make_group(config, task, size=config.group_size, **place)
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
         """Runs one step of a learner. With engines on other ranks, or clients that must be
@@ -260,22 +232,13 @@ class Trainer:
         self.worker.version = self.step
         await self.device.resume()
 
-    def hooks(self, name: str) -> list[Callable]:
-        """Plugin methods that override the hook `name`."""
-        default, hooks = getattr(Plugin, name), []
+    async def call(self, hook: str, *args: object) -> None:
         for plugin in self.plugins:
-            hook = getattr(plugin, name)
-            if hook.__func__ is not default:
-                hooks.append(hook)
-        return hooks
+            await getattr(plugin, hook)(*args)
 
-    async def call(self, name: str, *args: object) -> None:
-        for hook in self.hooks(name):
-            await hook(*args)
-
-    def end(self, reason: str, is_interrupted: bool = False) -> None:
+    def end(self, reason: str) -> None:
         """Ends the run after this step. Every rank must call it."""
-        self.ended_by, self.is_interrupted = reason, is_interrupted
+        self.ended_by = reason
 
     @contextmanager
     def timed(self, phase: str):
@@ -300,16 +263,24 @@ class Trainer:
 
     def log_metrics(self) -> dict[str, float]:
         """Reduces metrics over ranks, which use the values to save and stop together."""
-        for hook in self.hooks("reduced_flags"):
-            self.add_metrics("keep/", hook())
+        for plugin in self.plugins:
+            self.add_metrics("keep/", plugin.reduced_flags())
         self.reduced_flags = self.log.write(self.step, self.metrics)
         return {n: value for n, value in self.reduced_flags.items() if not n.startswith("keep/")}
 
     def read_data_state(self) -> JSONObject:
-        """The position in the data, for a checkpoint."""
+        """The position in the data, and positions that were drawn but not trained on."""
         begun = [group.position for group in self.worker.pending.values()]
-        # Positions of tasks that were drawn but not trained on.
         return {"position": self.position, "pending": begun + self.pending}
+
+    def end_of_step(self) -> None:
+        """Notes the position in the data, for a checkpoint, and the step in which --num_epochs end:
+        dynamic sampling draws more tasks than a step has."""
+        self.data_state = self.read_data_state()
+        if self.plan.num_tasks is not None:
+            left = self.plan.num_tasks - self.position + len(self.data_state["pending"])
+            more = math.ceil(max(0, left) / self.config.tasks_per_step)
+            self.config = replace(self.config, num_steps=self.step + more)
 
     async def close(self) -> None:
         """Closes everything that the run started."""
@@ -344,19 +315,3 @@ async def run_to_end(rank: Trainer | EngineRank | RankGroupTrainer) -> None:
         # Otherwise models would stay in a notebook's memory, and libraries would report leaks at
         # the end of the process.
         gc.unfreeze()
-
-
-def training_samples(
-    plan: Plan, trajectories: list[Trajectory], ranks: Ranks
-) -> dict[str, list[TrainingSample]]:
-    """This rank's training samples from these episodes, by trained actor. Every rank must call
-    it."""
-    samples = {}
-    advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
-    for name, algorithm in plan.algorithms.items():
-        groups = baseline_groups([t for t in trajectories if t.actor == name])
-        longest = plan.config.actors[name].max_tokens or plan.config.max_tokens
-        samples[name] = step_samples(
-            plan.config.of(name), algorithm, groups, advantage_fns, longest, ranks
-        )
-    return samples

@@ -27,9 +27,9 @@ from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks, make_mesh
 from rl_core.learning.activation_memory import activation_bytes, widths
-from rl_core.learning.learner import Learner
+from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.optimizers import adamw
-from rl_core.learning.policies import prepare
+from rl_core.learning.policies import make_policy, prepare
 from rl_core.learning.sequence_shards import SequenceShards
 from rl_core.models.kernels.fused_norms import fuse_norms
 from rl_core.models.kernels.gpu_attention import find_kernel
@@ -95,9 +95,16 @@ def make_learner(size: str, length: int, args: argparse.Namespace, ranks: Ranks)
     if ranks.weights_mesh is not None:
         shard_policy(policy, dtype, ranks)
     extensions = [SequenceShards(ranks)] if ranks.mesh.cp > 1 else []
-    return Learner(
-        config, make_algorithm("grpo", config.algo), policy, ranks, adamw, extensions=extensions
+    context = LearnerContext(
+        config=config,
+        algorithm=make_algorithm("grpo", config.algo),
+        name="policy",
+        policy=policy,
+        ranks=ranks,
+        load=make_policy,
+        make_optimizer=adamw,
     )
+    return Learner(context, extensions)
 
 
 def recomputes(size: str, tokens: int, args: argparse.Namespace, device: torch.device) -> bool:

@@ -11,8 +11,9 @@ from rl_core.engines.remote import EngineServer, make_weight_channel
 from rl_core.learners import make_learners
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import Plugin
-from rl_core.run.options import learner_plugins, signals
+from rl_core.run.options import learner_plugins
 from rl_core.run.plan.plan import Plan
+from rl_core.run.process.signals import SignalHandler
 from rl_core.run.rank_group_client import pairs_of
 from rl_core.run.rank_group_server import RankGroupServer
 from rl_core.run.saving.checkpointer import Checkpointer
@@ -49,7 +50,7 @@ class EngineRank(ServingRank):
 
     def __init__(self, plan: Plan, ranks: Ranks):
         self.config, self.ranks = plan.config, ranks
-        self.signal_handler = signals(self)
+        self.signal_handler = SignalHandler(self)
         actors = make_actors(plan, {}, ranks)
         self.device = next(iter(actors.values())).device
         engines: dict[str, Engine | None] = {}
@@ -73,7 +74,7 @@ class RankGroupTrainer(ServingRank):
     def __init__(self, plan: Plan, ranks: Ranks):
         self.plan, self.config, self.ranks = plan, plan.config, ranks
         self.out = self.config.folder
-        self.signal_handler = signals(self)
+        self.signal_handler = SignalHandler(self)
         self.plugins = learner_plugins(self)
         self.checkpointer = Checkpointer(self)
         self.metrics: dict[str, Metric] = {}  # Metrics of the current step.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
-from rl_core.config import ActorConfig, Config
+from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import MPS, Ranks
+from rl_core.engines.options import engine_classes, make_recorder, make_sampler
 from rl_core.learning.learner import Learner
 from rl_core.models.loading import compute_dtype, load_hf_model, load_model_config, on_meta
 from rl_core.sampling.engine import (
@@ -18,9 +19,6 @@ from rl_core.sampling.engine import (
     EmbeddedSpec,
     Engine,
     EngineSpec,
-    ExpertRecorder,
-    NamedWeights,
-    Sampler,
     WeightOwner,
 )
 from rl_core.types import JSONObject, counter_seed
@@ -46,14 +44,13 @@ class EngineFactory:
     def __init__(
         self,
         config: Config,
-        classes: dict[str, type[Engine]],
-        choose_sampler: Callable[[PreTrainedModel], Sampler],
-        local: Iterable[str],
+        local: Iterable[str] | None = None,
+        engine: type[Engine] | None = None,
     ):
-        """`classes`: engine class of each actor whose model runs here. `local`: actors of this
-        rank."""
-        self.config, self.classes, self.choose_sampler = config, classes, choose_sampler
-        self.local = [name for name in classes if name in local]
+        """`local`: actors whose engines share this rank's device; default: all. `engine`: the class
+        of a script, for all actors."""
+        self.config, self.classes = config, engine_classes(config, engine)
+        self.local = [name for name in self.classes if local is None or name in local]
         # Actors with an engine on this device; actors that share a model have one engine.
         self.owners = []
         for name in self.local:
@@ -118,27 +115,20 @@ class EngineFactory:
         for name in self.local:
             owner = self.config.actors[name].lora_base or name
             if owner not in engines:
-                learner = learners.get(owner)
-                engines[owner] = self.make(owner, chats[owner], learner, ranks, "", learners)
+                engines[owner] = self.make(owner, chats[owner], learners, ranks)
             engines[name] = engines[owner]
         for name in self.lagged:
-            engines[name + STALE_SUFFIX] = self.make(
-                name, chats[name], None, ranks, STALE_SUFFIX, learners
-            )
+            stale = self.make(name, chats[name], learners, ranks, STALE_SUFFIX)
+            engines[name + STALE_SUFFIX] = stale
         return engines
 
     def make(
-        self,
-        name: str,
-        chat: Chat,
-        learner: Learner | None,
-        ranks: Ranks,
-        role: str = "",
-        learners: dict[str, Learner] | None = None,
+        self, name: str, chat: Chat, learners: dict[str, Learner], ranks: Ranks, role: str = ""
     ) -> Engine | None:
-        """`learner`: may share its weights. `role`: suffix of the actor's second engine.
-        `learners`: all of this device."""
+        """`learners`: those of this device; the actor's may share its weights. `role`: suffix of
+        the actor's second engine."""
         config, actor = self.config.of(name), self.config.actors[name]
+        learner = None if role else learners.get(name)
         assert actor.model
         # The first of --engine_tp neighbours, or of the ranks that share a running server, has the
         # engine.
@@ -167,17 +157,20 @@ class EngineFactory:
             start_timeout_s=config.timeout_s,
         )
         if self.has_server(name):
-            from rl_core.engines.server_spec import server_spec
+            from rl_core.engines.server_spec import resend_of, server_spec
 
             url = actor.servers[ranks.rank // stride] if actor.servers else ""
-            spec.server = server_spec(config, url, learners or {})
-            spec.resend = resender(state, learner, role)
+            spec.server = server_spec(config, url, learners)
+            if state is Weights.RESENT and learner:
+                spec.resend = resend_of(learner)
+            elif state is Weights.AWAITED and not role:
+                spec.resend = RESENT_BY_RANKS
         else:
             # An Apple GPU has the CPU's memory.
             offloads = self.takes_turns and ranks.device.type != MPS
             spec.embedded = EmbeddedSpec(
-                sampler=self.choose_sampler,
-                recorder=recorder_of(actor),
+                sampler=make_sampler,
+                recorder=make_recorder if actor.router_replay else None,
                 offloads_weights=offloads and state is Weights.COPIED,
             )
         return cast(MakeEngine, self.classes[name])(spec)
@@ -217,26 +210,7 @@ class EngineFactory:
         return module
 
 
-def resender(
-    state: Weights, learner: Learner | None, role: str
-) -> Callable[[], NamedWeights] | Literal["ranks"] | None:
-    """EngineSpec.resend of a server whose weights are in this state."""
-    if state is Weights.RESENT and learner:
-        from rl_core.engines.server_spec import resend_of
-
-        return resend_of(learner)
-    return RESENT_BY_RANKS if state is Weights.AWAITED and not role else None
-
-
 def max_episodes(config: Config, num_engines: int) -> int:
     """Most episodes that one of `num_engines` engines samples at once."""
     groups = math.ceil(config.tasks_per_step * (1 + config.max_staleness) / num_engines)
     return min(config.rollout.max_concurrent, groups * config.group_size)
-
-
-def recorder_of(actor: ActorConfig) -> Callable[[PreTrainedModel], ExpertRecorder] | None:
-    if not actor.router_replay:
-        return None
-    from rl_core.engines.router_recorder import Recorder
-
-    return Recorder

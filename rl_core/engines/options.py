@@ -5,7 +5,7 @@ Each function imports its module when the option is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,7 @@ from rl_core.config import Config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.engines.factory import EngineFactory
-    from rl_core.sampling.engine import Engine, Sampler
+    from rl_core.sampling.engine import Engine, ExpertRecorder, Sampler
 
 
 def embedded() -> type[Engine]:
@@ -67,17 +66,6 @@ def engine_on_gpu(config: Config) -> tuple[str, str]:
     return "embedded", f"none of {', '.join(PACKAGES)} is installed"
 
 
-def engine_factory(
-    config: Config, local: Iterable[str] | None = None, engine: type[Engine] | None = None
-) -> EngineFactory:
-    """`local`: actors whose engines share a device; default: all. `engine`: the class of a script,
-    for all actors."""
-    from rl_core.engines.factory import EngineFactory
-
-    classes = engine_classes(config, engine)
-    return EngineFactory(config, classes, make_sampler, classes if local is None else local)
-
-
 def engine_classes(config: Config, engine: type[Engine] | None = None) -> dict[str, type[Engine]]:
     """The engine class of each actor with a model."""
     classes: dict[str, type[Engine]] = {}
@@ -113,3 +101,10 @@ def make_sampler(model: PreTrainedModel) -> Sampler:
     from rl_core.engines.llama_slots import LlamaSlots
 
     return choose_sampler(model, LlamaSlots)
+
+
+def make_recorder(model: PreTrainedModel) -> ExpertRecorder:
+    """Records each token's experts, for --router_replay."""
+    from rl_core.engines.router_recorder import Recorder
+
+    return Recorder(model)

@@ -3,7 +3,7 @@ not imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -74,21 +74,8 @@ def of_model(c: LearnerContext) -> Iterator[LearnerExtension]:
         yield SequenceShards(c.ranks)
 
 
-def build_learner(
-    context: LearnerContext, kept: Sequence[LearnerExtension] | None = None
-) -> Learner:
+def build_learner(context: LearnerContext) -> Learner:
     """A learner with a new optimizer and its extensions, which see batches in the order of this
-    file. `kept`: extensions of the model and the mesh, instead of new ones."""
-    last = of_model(context) if kept is None else kept
-    return Learner(
-        context.config,
-        context.algorithm,
-        context.policy,
-        context.ranks,
-        context.make_optimizer,
-        extensions=[*common(context), *of_algorithm(context), *last],
-        loss=pair_loss(context.algorithm),
-        token_loss=context.token_loss,
-        name=context.name,
-        adapter=context.adapter,
-    )
+    file."""
+    extensions = [*common(context), *of_algorithm(context), *of_model(context)]
+    return Learner(context, extensions, pair_loss(context.algorithm))

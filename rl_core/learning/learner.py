@@ -104,18 +104,18 @@ class LearnerExtension:
 
 @dataclass(kw_only=True)
 class LearnerContext:
-    """Arguments from which the extensions of a learner are made."""
+    """Arguments from which a learner and its extensions are made."""
 
     config: Config  # The learning rate is the one of the actor.
     algorithm: Algorithm
     name: str  # The name of the actor.
     policy: Policy
-    adapter: str  # Name of the trained adapter, or "".
+    adapter: str = ""  # Name of the trained adapter.
     ranks: Ranks
     load: Callable[..., Policy]  # Loads a further model from a folder.
     make_optimizer: MakeOptimizer
     learners: Mapping[str, Learner] = field(default_factory=dict)  # By actor, as far as made.
-    token_loss: TokenLoss | None = None  # A script's loss.
+    token_loss: TokenLoss | None = None  # A script's, instead of the algorithm's.
 
     @property
     def model_path(self) -> str:
@@ -143,25 +143,17 @@ class LearnerContext:
 class Learner:
     def __init__(
         self,
-        config: Config,
-        algorithm: Algorithm,
-        policy: Policy,
-        ranks: Ranks,
-        make_optimizer: MakeOptimizer,
-        *,
+        context: LearnerContext,
         extensions: Iterable[LearnerExtension] = (),
         loss: Loss | None = None,
-        token_loss: TokenLoss | None = None,
-        name: str = "policy",
-        adapter: str = "",
     ):
-        """`loss`: of pairs or values, instead of the algorithm's loss of tokens, which `token_loss`
-        replaces. `adapter`: name of the trained adapter."""
-        self.config, self.algorithm, self.policy, self.ranks = config, algorithm, policy, ranks
-        self.extensions, self.name, self.adapter = tuple(extensions), name, adapter
-        self.loss, self.token_loss = loss, token_loss
-        self.temperature = config.sampling.temperature if algorithm.is_rl else 1.0
-        self.optimizer = make_optimizer(self.trained_parameters(), config.optim)
+        """`loss`: of pairs or values, instead of the algorithm's loss of tokens."""
+        c, ranks = context, context.ranks
+        config = self.config = c.config
+        self.algorithm, self.policy, self.ranks = c.algorithm, c.policy, ranks
+        self.name, self.adapter, self.temperature = c.name, c.adapter, c.temperature
+        self.extensions, self.loss, self.token_loss = tuple(extensions), loss, c.token_loss
+        self.optimizer = c.make_optimizer(self.trained_parameters(), config.optim)
         self.state_on_device: Callable[[], AbstractContextManager] = nullcontext
         if config.learner.offload == "phase":
             copies = HostCopies(ranks.device)
@@ -172,7 +164,7 @@ class Learner:
             max_tokens=config.learner.microbatch_tokens * mesh.cp,
             num_ranks=mesh.dp,
             cp=mesh.cp,
-            pair_work=pair_work(policy.hf),
+            pair_work=pair_work(self.policy.hf),
         )
         self.num_updates = 0  # Since the start of the run, across resumes.
         self.nonfinite_in_a_row = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.algorithms import Algorithm
 from rl_core.config import Config
+from rl_core.data.episodes import baseline_groups
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -67,14 +68,31 @@ def learning_order(config: Config) -> list[str]:
 
 def step_samples(
     config: Config,
+    algorithms: dict[str, Algorithm],
+    trajectories: list[Trajectory],
+    advantage_fns: dict[str, AdvantageFn | None],
+    ranks: Ranks,
+) -> dict[str, list[TrainingSample]]:
+    """This rank's training samples from the episodes of a step, by trained actor. `advantage_fns`:
+    by environment. Every rank must call it."""
+    samples = {}
+    for name, algorithm in algorithms.items():
+        groups = baseline_groups([t for t in trajectories if t.actor == name])
+        longest = config.actors[name].max_tokens or config.max_tokens
+        samples[name] = actor_samples(
+            config.of(name), algorithm, groups, advantage_fns, longest, ranks
+        )
+    return samples
+
+
+def actor_samples(
+    config: Config,
     algorithm: Algorithm,
     groups: list[list[Trajectory]],
     advantage_fns: dict[str, AdvantageFn | None],
     max_tokens: int,
     ranks: Ranks,
 ) -> list[TrainingSample]:
-    """Training samples of one actor's groups of a step. `config`: with the actor's own settings.
-    Every rank must call it."""
     from rl_core.learning.advantages import samples_of
 
     normalised = advantages_of = make_samples = None

@@ -72,16 +72,15 @@ def make_critic(actor: LearnerContext, extensions: list[LearnerExtension]) -> Cr
         critic=dataclasses.replace(config.critic, warmup_steps=0),
     )
     path = config.critic.model or actor.model_path
-    learner = Learner(
-        critic_config,
-        CRITIC,
-        actor.load(path, learner=config.learner, is_scoring=True),
-        actor.ranks,
-        actor.make_optimizer,
-        extensions=extensions,
-        loss=losses_of_values,
+    context = dataclasses.replace(
+        actor,
+        config=critic_config,
+        algorithm=CRITIC,
         name=f"{actor.name}_critic",
+        policy=actor.load(path, learner=config.learner, is_scoring=True),
+        adapter="",
     )
+    learner = Learner(context, extensions, losses_of_values)
     return Critic(config.critic, actor.algorithm, learner)
 
 

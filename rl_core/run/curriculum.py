@@ -107,7 +107,6 @@ class Curriculum(Plugin):
         trainer, config = self.trainer, self.trainer.config
         trajectories, pass_reward = sorted_trajectories(groups), config.eval.pass_reward
         results = group_results(trajectories, config.trained, pass_reward, trainer.ranks)
-        assert trainer.plan.train is not None
         state = trainer.read_data_state()
         position = min([*state["pending"], state["position"]])
         try:
@@ -127,9 +126,8 @@ class Curriculum(Plugin):
                 order.load(before[env])
 
 
-def weighted_orders(train: Tasks | None) -> dict[str, WeightedOrder]:
+def weighted_orders(train: Tasks) -> dict[str, WeightedOrder]:
     """Environment -> order, for environments with task_weight()."""
-    assert train is not None
     orders = {source.env: source.order for source in train.sources}
     return {env: order for env, order in orders.items() if isinstance(order, WeightedOrder)}
 

@@ -1,15 +1,18 @@
 """Options of a run: its plugins, in the order in which they are called, and ranks that only sample.
 
-Each module is imported when its option is used.
+A plugin's module is imported when its option is used.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+
+from rl_core.config import Config
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
@@ -17,157 +20,90 @@ if TYPE_CHECKING:
     from rl_core.run.plan.plan import Plan
     from rl_core.sampling.engine import Engine
 
+# (true if the plugin is used, its module in rl_core.run and its class). c: the configuration,
+# p: the plan, t: the trainer.
+Rows: TypeAlias = "list[tuple[Callable[[Config, Plan, RunState], object], str]]"
+
+CANARY: Rows = [(lambda c, p, t: c.is_rl and c.canary_tolerance != 0, "canary.Canary")]
+OPTIMIZER_START: Rows = [
+    (
+        lambda c, p, t: any(c.of(name).optim.init_from for name in c.trained),
+        "saving.optimizer_start.OptimizerStart",
+    )
+]
+BEFORE_SCRIPT: Rows = [
+    # First, so that rollouts use the weights that it loads.
+    (lambda c, p, t: p.rank_groups, "rank_group_client.RankGroupClient"),
+    # Before the episodes are written, with their baselines.
+    (
+        lambda c, p, t: any(a.baseline == "running" for a in p.algorithms.values()),
+        "running_baseline.RunningBaseline",
+    ),
+    # Writes the episodes of a step before the run may end because of them.
+    (lambda c, p, t: True, "saving.run_files.RunFiles"),
+    # Before evaluations, whose lines follow the line of their step.
+    (lambda c, p, t: display(t) == "panel", "display.panel.Panel"),
+    (lambda c, p, t: display(t) == "notebook", "display.notebook.Chart"),
+    (lambda c, p, t: display(t) == "lines", "display.terminal.Terminal"),
+    (lambda c, p, t: c.trackers, "display.trackers.Trackers"),
+    (lambda c, p, t: p.has_task_weight, "curriculum.Curriculum"),
+    (lambda c, p, t: c.data.streaming, "stream_state.StreamState"),
+    (
+        lambda c, p, t: c.is_rl and p.engines.may_lack_weights(t.ranks),
+        "weight_recovery.WeightRecovery",
+    ),
+    *CANARY,
+    (lambda c, p, t: c.rollout.stale_policy_frac > 0, "stale_policy.StalePolicy"),
+    (lambda c, p, t: c.max_staleness or c.deterministic, "staleness.StaleGroups"),
+    (lambda c, p, t: c.profile_step, "display.profiler.Profiler"),
+    (lambda c, p, t: torch.cuda.is_available(), "display.mfu.Mfu"),
+    (lambda c, p, t: c.online.on, "online.Online"),
+    (
+        lambda c, p, t: any(a.dynamic_sampling_rounds for a in p.algorithms.values()),
+        "dynamic_sampling.Refill",
+    ),
+    (lambda c, p, t: True, "evaluation.episode_metrics.EpisodeMetrics"),
+    (lambda c, p, t: c.keep_best, "saving.best_keeper.BestKeeper"),
+    (lambda c, p, t: c.print_samples, "evaluation.print_samples.LogSamples"),
+    (lambda c, p, t: c.eval_every, "evaluation.evaluation.Evaluation"),
+]
+# Evaluations, and plugins of a script, end before a signal ends the run, and a checkpoint has the
+# state of all plugins.
+AFTER_SCRIPT: Rows = [
+    (lambda c, p, t: True, "process.signals.SignalHandler"),
+    (lambda c, p, t: True, "failure_limit.FailureLimit"),
+    (lambda c, p, t: True, "saving.checkpointer.Checkpointer"),
+    *OPTIMIZER_START,
+    (lambda c, p, t: c.push_to_hub, "saving.push_to_hub.PushToHub"),
+]
+
 
 def make_plugins(trainer: RunState) -> list[Plugin]:
     """The run's plugins, in the order in which they are called."""
-    return [
-        *first_plugins(trainer),
-        *rollout_plugins(trainer),
-        *evaluation_plugins(trainer),
-        *(make(trainer) for make in trainer.plan.custom.plugins),  # A script's.
-        *last_plugins(trainer),
-    ]
-
-
-def first_plugins(trainer: RunState) -> Iterator[Plugin]:
-    config = trainer.config
-    if trainer.plan.rank_groups:
-        # First, so that rollouts use the weights that it loads.
-        from rl_core.run.rank_group_client import RankGroupClient
-
-        yield RankGroupClient(trainer)
-    if any(algorithm.baseline == "running" for algorithm in trainer.plan.algorithms.values()):
-        # Before the episodes are written, with their baselines.
-        from rl_core.run.running_baseline import RunningBaseline
-
-        yield RunningBaseline(trainer)
-    # Writes the episodes of a step before the run may end because of them.
-    from rl_core.run.saving.run_files import RunFiles
-
-    yield RunFiles(trainer)
-    # Before evaluations, whose lines follow the line of their step.
-    if trainer.ranks.is_writer and sys.stdout.isatty():
-        from rl_core.run.display.panel import Panel
-
-        yield Panel(trainer)
-    elif trainer.ranks.is_writer:
-        from rl_core.run.display.terminal import Terminal
-
-        if in_kernel():
-            from rl_core.run.display.notebook import Chart as Terminal
-
-        yield Terminal(trainer)
-    if config.trackers:
-        from rl_core.run.display.trackers import Trackers
-
-        yield Trackers(trainer)
-    if trainer.plan.has_task_weight:
-        from rl_core.run.curriculum import Curriculum
-
-        yield Curriculum(trainer)
-    if config.data.streaming:
-        from rl_core.run.stream_state import StreamState
-
-        yield StreamState(trainer)
-
-
-def in_kernel() -> bool:
-    """True in a process of Jupyter. IPython on a terminal has no kernel."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-def rollout_plugins(trainer: RunState) -> Iterator[Plugin]:
-    config, plan = trainer.config, trainer.plan
-    if config.is_rl and plan.engines.may_lack_weights(trainer.ranks):
-        from rl_core.run.weight_recovery import WeightRecovery
-
-        yield WeightRecovery(trainer)
-    yield from canary(trainer)
-    if config.rollout.stale_policy_frac > 0:
-        from rl_core.run.stale_policy import StalePolicy
-
-        yield StalePolicy(trainer)
-    if config.max_staleness or config.deterministic:
-        from rl_core.run.staleness import StaleGroups
-
-        yield StaleGroups(trainer)
-    if config.profile_step:
-        from rl_core.run.display.profiler import Profiler
-
-        yield Profiler(trainer)
-    if torch.cuda.is_available():
-        from rl_core.run.display.mfu import Mfu
-
-        yield Mfu(trainer)
-    if config.online.on:
-        from rl_core.run.online import Online
-
-        yield Online(trainer)
-    if any(algorithm.dynamic_sampling_rounds for algorithm in plan.algorithms.values()):
-        from rl_core.run.dynamic_sampling import Refill
-
-        yield Refill(trainer)
-
-
-def evaluation_plugins(trainer: RunState) -> Iterator[Plugin]:
-    config = trainer.config
-    from rl_core.run.evaluation.episode_metrics import EpisodeMetrics
-
-    yield EpisodeMetrics(trainer)
-    if config.keep_best:
-        from rl_core.run.saving.best_keeper import BestKeeper
-
-        yield BestKeeper(trainer)
-    if config.print_samples:
-        from rl_core.run.evaluation.print_samples import LogSamples
-
-        yield LogSamples(trainer)
-    if config.eval_every:
-        from rl_core.run.evaluation.evaluation import Evaluation
-
-        yield Evaluation(trainer)
-
-
-def last_plugins(trainer: RunState) -> Iterator[Plugin]:
-    """Called after a script's plugins: evaluations end before a signal ends the run, and a
-    checkpoint has the state of all plugins."""
-    from rl_core.run.failure_limit import FailureLimit
-    from rl_core.run.saving.checkpointer import Checkpointer
-
-    yield signals(trainer)
-    yield FailureLimit(trainer)
-    yield Checkpointer(trainer)
-    yield from optimizer_start(trainer)
-    if trainer.config.push_to_hub:
-        from rl_core.run.saving.push_to_hub import PushToHub
-
-        yield PushToHub(trainer)
-
-
-def canary(trainer: RunState) -> Iterator[Plugin]:
-    if trainer.config.is_rl and trainer.config.canary_tolerance != 0:
-        from rl_core.run.canary import Canary
-
-        yield Canary(trainer)
-
-
-def optimizer_start(trainer: RunState) -> Iterator[Plugin]:
-    if any(trainer.config.of(name).optim.init_from for name in trainer.config.trained):
-        from rl_core.run.saving.optimizer_start import OptimizerStart
-
-        yield OptimizerStart(trainer)
-
-
-def signals(trainer: RunState) -> Plugin:
-    from rl_core.run.process.signals import SignalHandler
-
-    return SignalHandler(trainer)
+    of_script = [make(trainer) for make in trainer.plan.custom.plugins]
+    return [*made(BEFORE_SCRIPT, trainer), *of_script, *made(AFTER_SCRIPT, trainer)]
 
 
 def learner_plugins(trainer: RunState) -> list[Plugin]:
     """Plugins of ranks that learn without playing episodes."""
-    return [*canary(trainer), *optimizer_start(trainer)]
+    return [*made(CANARY + OPTIMIZER_START, trainer)]
+
+
+def made(rows: Rows, trainer: RunState) -> Iterator[Plugin]:
+    for is_used, path in rows:
+        if is_used(trainer.config, trainer.plan, trainer):
+            module, _, name = path.rpartition(".")
+            yield getattr(import_module(f"rl_core.run.{module}"), name)(trainer)
+
+
+def display(trainer: RunState) -> str:
+    """The kind of the run's terminal output on this rank. IPython on a terminal has no kernel."""
+    if not trainer.ranks.is_writer:
+        return ""
+    if sys.stdout.isatty():
+        return "panel"
+    ipython = sys.modules.get("IPython")
+    return "notebook" if ipython and hasattr(ipython.get_ipython(), "kernel") else "lines"
 
 
 def rank_group_engines(plan: Plan, ranks: Ranks) -> Mapping[str, Engine]:

@@ -50,7 +50,6 @@ class StaleGroups(Plugin):
         """The task of a saved group; a curriculum would now draw another for the position. None if
         the data lack the task."""
         number = int(row["task"].rpartition("/")[2])
-        assert self.trainer.plan.train is not None
         for source in self.trainer.plan.train.sources:
             if source.env == row["env"] and number < len(source.rows):
                 return source.task_of_row(number)

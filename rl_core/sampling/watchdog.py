@@ -33,11 +33,8 @@ WATCHDOG: ContextVar[Watchdog] = ContextVar("WATCHDOG")
 
 
 def run_hooks(work: Coroutine[object, object, T], hook_timeout_s: float | None = None) -> T:
-    """Runs `work` on a new event loop and returns its result. First removes temporary folders of
-    killed processes. With a hook's deadline the watchdog may end the process."""
-    from rl_core.scratch import remove_orphans
-
-    remove_orphans()
+    """Runs `work` on a new event loop and returns its result. With a hook's deadline the watchdog
+    may end the process."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     bound_s = None if hook_timeout_s is None else 2 * hook_timeout_s + HELD_MARGIN_S

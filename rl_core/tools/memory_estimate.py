@@ -326,7 +326,6 @@ def facts(plan: Plan) -> JSONObject:
             "bytes_on_one_rank": rounded(table),
             "sync_bytes": round(sync_bytes(plan, name, size)) if config.is_rl else 0,
         }
-    assert plan.train is not None
     num_tasks = plan.num_tasks or config.num_steps * config.tasks_per_step
     num_rows, left = 0, ""
     if not config.data.streaming:

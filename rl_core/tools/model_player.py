@@ -180,8 +180,8 @@ async def player(
     are too long."""
     from rl_core.actors import make_speaker
     from rl_core.data.tasks.row_lengths import check_lengths
+    from rl_core.engines.factory import EngineFactory
     from rl_core.engines.lease import DeviceLease
-    from rl_core.engines.options import engine_factory
     from rl_core.run.plan.plan import make_chats
     from rl_core.run.process.joining import init_ranks
     from rl_core.sampling.episode_runner import EpisodeRunner
@@ -193,7 +193,7 @@ async def player(
     for endpoint in endpoints.values():
         endpoint.ping()
     ranks = init_ranks(config.timeout_s, device_name=config.device)
-    maker = engine_factory(config)
+    maker = EngineFactory(config)
     engines = maker.make_all(chats, {}, ranks)
     made = [engine for engine in dict.fromkeys(engines.values()) if engine is not None]
     lease = DeviceLease() if maker.takes_turns else None

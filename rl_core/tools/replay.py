@@ -309,11 +309,12 @@ def learn(
     values: dict[int, Values] | None = None,
 ) -> dict[str, float]:
     """The metrics of a step, as those of the run. Fills `values`: turn -> values of its tokens."""
+    from rl_core.learning.options import step_samples
     from rl_core.metrics import add_metrics, reduce_metrics
-    from rl_core.trainer import training_samples
 
     metrics: dict[str, Metric] = {}
-    samples = training_samples(plan, trajectories, ranks)
+    advantage_fns = {name: env.advantage_fn for name, env in plan.envs.items()}
+    samples = step_samples(plan.config, plan.algorithms, trajectories, advantage_fns, ranks)
     for name, learner in learners.items():
         if number % plan.config.actors[name].update_every:
             continue

@@ -28,7 +28,8 @@ from transformers.generation import logits_process
 from rl_core.config import parse_config
 from rl_core.distributed import Ranks
 from rl_core.engines.embedded import EmbeddedEngine
-from rl_core.engines.options import ENGINES, engine_factory
+from rl_core.engines.factory import EngineFactory
+from rl_core.engines.options import ENGINES
 from rl_core.engines.remote import ask
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.vllm import VLLMEngine
@@ -670,7 +671,7 @@ def test_an_engine_is_known_by_what_it_can_and_not_by_its_name(tiny_model, flags
         config = choose_engine(parse_config([*flags_of, "--engine", name]), 1)
         learner = make_learner(tiny_model, flags, "--engine", name)
         chat = make_chats(config)[0]["policy"]
-        engine = engine_factory(config).make("policy", chat, learner, learner.ranks)
+        engine = EngineFactory(config).make("policy", chat, {"policy": learner}, learner.ranks)
         assert type(engine) is ENGINES[name]() and engine._adapters is None
         has_copy.append(engine.model is not learner.policy.hf)
     assert has_copy == [bool(flags)] * 2
@@ -719,8 +720,8 @@ def test_a_servers_arguments_are_those_of_the_flags(num_ranks, flags, role, expe
     config = parse_config(words(base.replace("MODEL", str(tiny_model))))
     ranks = Ranks(rank=0, size=num_ranks, device=torch.device("cpu"))
     learner, chat = make_learner(tiny_model), make_chats(config)[0]["policy"]
-    factory = engine_factory(config, engine=NotedEngine)
-    spec = factory.make("policy", chat, learner, ranks, role).spec
+    factory = EngineFactory(config, engine=NotedEngine)
+    spec = factory.make("policy", chat, {"policy": learner}, ranks, role).spec
     values = vars(spec) | vars(spec.server)
     values["resend"] = "learner" if callable(spec.resend) else spec.resend
     assert {name: values[name] for name in expected} == expected and spec.embedded is None

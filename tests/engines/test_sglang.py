@@ -30,7 +30,7 @@ from test_engine_contract import GREEDY, logprobs_of, needs_sglang, random_promp
 from rl_core.config import LoraConfig, parse_config
 from rl_core.data.images import read_image
 from rl_core.data.vision_models import load_family
-from rl_core.engines.options import engine_factory
+from rl_core.engines.factory import EngineFactory
 from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.sglang_images import hash_of, read_image_data, tensors_of
 from rl_core.engines.sglang_server import OWN_FLAGS, check_sglang, server_args
@@ -320,7 +320,7 @@ def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
     def adapter(*changes, model=tiny_model, name="policy") -> str:
         config = parse_config(words("--model", model, "--env_path x.py --out x", *changes))
         config = replace(config, engine=config.engine.replace("auto", "sglang"))
-        return engine_factory(config).adapter_of(name)
+        return EngineFactory(config).adapter_of(name)
 
     lora = "--actors.policy.lora.rank 4"
     assert adapter(lora) == "policy"

@@ -14,7 +14,7 @@ from test_learner import FLAGS, gradients, make_learner, ragged_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
-from rl_core.learning.learner import Learner
+from rl_core.learning.learner import Learner, LearnerContext
 from rl_core.learning.lora import adapter_parameters
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.policies import make_policy
@@ -101,7 +101,16 @@ def test_a_gradient_is_that_of_w_plus_the_product(arch, parts, num, make_model):
     learner = with_random_adapters(make_lora_learner(model, *LORA, *flags))
     plain = make_policy(str(model), torch.float32, learner.ranks)
     plain.hf.load_state_dict(dict(learner.named_weights()), strict=False)
-    merged = Learner(learner.config, learner.algorithm, plain, learner.ranks, adamw)
+    context = LearnerContext(
+        config=learner.config,
+        algorithm=learner.algorithm,
+        name="policy",
+        policy=plain,
+        ranks=learner.ranks,
+        load=make_policy,
+        make_optimizer=adamw,
+    )
+    merged = Learner(context)
     full, _ = gradients(merged, samples)
     [batch] = learner.shard(samples)[0][0].batches
     adapters = list(adapter_parameters(learner.policy.hf))

@@ -16,7 +16,7 @@ from test_truncation import talks
 
 from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
-from rl_core.engines.options import engine_factory
+from rl_core.engines.factory import EngineFactory
 from rl_core.engines.router_recorder import Recorder
 from rl_core.run.plan.plan import make_chats
 from rl_core.run.process.joining import init_ranks
@@ -114,7 +114,7 @@ def test_a_run_replays_conversations(family, tmp_path, ranks):  # noqa: F811
     assert "experts" not in json.dumps(rows)
     config = parse_config([*flags, "--out", str(tmp_path / "other"), "--engine", "embedded"])
     chat = make_chats(config)[0]["policy"]
-    engine = engine_factory(config).make("policy", chat, None, init_ranks(60))
+    engine = EngineFactory(config).make("policy", chat, {}, init_ranks(60))
     done = asyncio.run(engine.generate([5, 6, 7], SamplingParams(max_tokens=2), seed=0))
     assert done.experts.shape == (3 + len(done.token_ids) - 1, 2, 2)
 

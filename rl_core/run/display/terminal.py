@@ -185,7 +185,6 @@ def loaded(trainer: RunState) -> str:
     noun = "pair" if plan.algorithm.reads_pairs else "row"
     work = f"{config.algorithm}: " + ("sessions" if config.online.on else f"streamed {noun}s")
     if not config.data.streaming and not config.online.on:
-        assert plan.train is not None
         num_rows = counted(sum(map(len, plan.train.sources)), noun)
         work = f"{config.algorithm}: {num_rows}{left_out(config, plan.train.sources)}"
     if plan.eval:

@@ -25,7 +25,6 @@ from rl_core.data.tasks.sources import (
     train_tasks,
 )
 from rl_core.distributed import Mesh
-from rl_core.engines.options import engine_factory
 from rl_core.environments import run_checks
 from rl_core.models.parallel.replicas import mesh_of_flags
 from rl_core.plugin import CustomComponents
@@ -54,7 +53,7 @@ class Plan:
     local: list[str]  # Actors whose models are on this rank.
     # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
     rank_groups: list[RankGroup] = field(default_factory=list)
-    train: Tasks | None = None
+    train: Tasks = field(init=False)  # make_plan() sets it.
     num_tasks: int | None = None  # Length of --num_epochs.
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
@@ -82,7 +81,9 @@ class Plan:
     @cached_property
     def engines(self) -> EngineFactory:
         """Makes the engines of this rank."""
-        return engine_factory(self.config, self.local, self.custom.engine)
+        from rl_core.engines.factory import EngineFactory
+
+        return EngineFactory(self.config, self.local, self.custom.engine)
 
     @property
     def served(self) -> list[str]:

@@ -113,7 +113,6 @@ def run_facts(plan: Plan) -> dict[str, JSON]:
         facts[f"the chat template of actor {name}"] = digest([str(chat.chat_template).encode()])
     for path in model_paths(plan.config):
         facts |= model_facts(path)
-    assert plan.train is not None
     for source in (*plan.train.sources, *plan.eval.values()):
         name = f"load_tasks({source.split!r}) of {source.env} (draw its rows with a fixed seed)"
         if source.files:

@@ -37,7 +37,7 @@ class SignalHandler(Plugin):
         """Installs handlers: a signal ends the run after the step. Two signals, one of them
         Ctrl-C, kill this process."""
         # False if each rank has a separate parent, such as a wrapper.
-        self.sees_others = not has_lost_a_neighbour()
+        self.sees_others = num_local() > 1 and not has_lost_a_neighbour()
         if threading.current_thread() is threading.main_thread():
             self.before = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
@@ -57,7 +57,7 @@ class SignalHandler(Plugin):
             name = signal.Signals(number).name
             if self.trainer.ranks.is_writer:
                 self.trainer.ranks.set_number(ENDED_BY_SIGNAL, number)
-            self.trainer.end(f"ended by {name}", is_interrupted=True)
+            self.trainer.end(f"ended by {name}")
 
     async def close(self) -> None:
         """Restores the previous signal handlers."""
@@ -91,13 +91,18 @@ class SignalHandler(Plugin):
             time.sleep(WATCH_S)
 
 
+def num_local() -> int:
+    """Number of ranks that torchrun started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def has_lost_a_neighbour() -> bool:
     """True if torchrun has fewer live ranks than it started here: then its signal means that a rank
     failed (Linux)."""
-    parent, size = os.getppid(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    parent = os.getppid()
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         alive = [child for child in children if Path(f"/proc/{child}/cmdline").read_bytes()]
     except OSError:
         return False
-    return size > 1 and sys.platform == "linux" and len(alive) < size
+    return sys.platform == "linux" and len(alive) < num_local()

@@ -32,7 +32,7 @@ class PushToHub(Plugin):
                 ) from error
 
     def after_run(self) -> None:
-        if not self.trainer.is_interrupted:
+        if not self.trainer.signal:
             push(self.trainer.config)
 
 

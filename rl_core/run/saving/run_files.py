@@ -53,12 +53,19 @@ class RunFiles(Plugin):
             from rl_core.data.warnings.data_warnings import data_warnings
 
             spelled = plan.sft_dataset and plan.sft_dataset.spelled
-            assert plan.train is not None
             rows = plan.train, plan.eval, spelled, plan.envs, plan.chats
             for line in data_warnings(plan.config, *rows):
                 print(f"warning: {line}", flush=True)
         if plan.algorithm.is_rl:
             write_tokenizers(out / "rollouts", plan.chats)
+
+    def load(self, state: JSONObject) -> None:
+        config = self.trainer.config
+        if config.resume and self.trainer.ranks.is_writer:
+            from rl_core.run.saving.lost_steps import drop_lost_steps
+
+            is_evaluated_again = bool(state["to_evaluate"] and config.eval_every)
+            drop_lost_steps(self.trainer.out, state["step"] or -1, is_evaluated_again)
 
     async def start(self) -> None:
         self.write_end({})
