@@ -42,10 +42,10 @@ class InputImage:
 
 @dataclass(kw_only=True, slots=True)
 class Task:
-    id: str  # unique in its data set and equal in every epoch, e.g. "train/17"
-    env: str  # name of the environment it belongs to
+    id: str  # Unique in its data set and equal in every epoch, such as "train/17".
+    env: str  # Name of the environment.
     row: Row  # Every column of the data set.
-    messages: list[Message]  # the conversation before anybody speaks
+    messages: list[Message]  # The conversation before anybody speaks.
     place: str = ""  # The row, for errors: `row 7 of rows.jsonl`.
     info: JSONObject = field(default_factory=dict)  # What the environment keeps about the task.
 
@@ -57,12 +57,10 @@ class SamplingParams:
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # 0 is off
-    # Strings that end the completion; they stay in its tokens and its text.
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()  # tokens that end it; they stay in its tokens
-    # The completion names the ids that each token was drawn from, where top_k truncates.
-    keeps_ids: bool = False
-    json_schema: str = ""  # Schema of the completion, for an engine with `has_grammars`; "": text.
+    stop: tuple[str, ...] = ()  # Strings that end the completion, and stay in it.
+    stop_token_ids: tuple[int, ...] = ()  # Tokens that end the completion, and stay in it.
+    keeps_ids: bool = False  # Fills in Completion.kept_ids where top_k truncates.
+    json_schema: str = ""  # Schema of the completion; "": text.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,16 +71,15 @@ class Completion:
     finish_reason="stop", policy_version=3, newer_versions=[(2, 4)]) was sampled by versions 3, 3
     and 4 of the weights."""
 
-    # [L] as sampled, the end token included if it was sampled.
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # [L] as sampled.
     # [L] nats, of the distribution that each token was drawn from.
     logprobs: list[float] = field(default_factory=list)
-    text: str = ""  # decoded without special tokens
-    finish_reason: str = ""  # "stop" or "length"; "" while it is sampled
+    text: str = ""  # Decoded without special tokens.
+    finish_reason: str = ""  # "stop" or "length"; "" while tokens are sampled.
     policy_version: int = -1  # Version of the weights that sampled the first token.
     # (index, version): from this token on.
     newer_versions: list[tuple[int, int]] = field(default_factory=list)
-    # [L] or none: the vocabulary ids that each token was drawn from, as "17 4 250". Text takes a
+    # [L] or none: the vocabulary ids that each token was drawn from, as "17 4 250": text takes a
     # fifth of the memory of lists of integers.
     kept_ids: list[str] = field(default_factory=list)
     # np.ndarray [prompt + L - 1, routers, top_k] int16 of all tokens but the last, or None. Any,
@@ -106,17 +103,12 @@ class Turn:
     replies [7, 3, 2]. The turns are Turn(new_ids=[1, 5, 6], is_fresh=True, completion=...) and
     Turn(new_ids=[8, 9], is_fresh=False, completion=...): one sample of 10 tokens."""
 
-    # Tokens since the actor's last turn; the whole prompt if the turn is fresh.
-    new_ids: list[int]
-    # The token stream begins here: the first turn, or the chat template rewrote history.
-    is_fresh: bool
+    new_ids: list[int]  # Tokens since the actor's last turn; the whole prompt if fresh.
+    is_fresh: bool  # The first turn, or the first after the chat template rewrote history.
     completion: Completion
-    # Unique in the run. Branches of a conversation share turns, which are trained once.
-    name: str = ""
+    name: str = ""  # Unique in the run: branches share turns, which are trained once.
     max_tokens: int = 0  # Limit of the completion's length; 0: not known.
-    # Key of the environment's state when the turn began. Turns with the same key share a baseline;
-    # "" shares none.
-    state_key: str = ""
+    state_key: str = ""  # Turns that began in equal states share a baseline; "": none.
     # Images in new_ids, in their order. On disk the messages have them.
     images: tuple[InputImage, ...] = field(default=(), repr=False)
 
@@ -136,7 +128,7 @@ class Trajectory:
 
     task_id: str = ""
     env: str = ""
-    group_id: str = ""  # trajectories with one (env, group_id, actor, player) share a baseline
+    group_id: str = ""  # Trajectories with equal env, group_id, actor and player: one baseline.
     index: int = 0  # Number of the sample in the group.
     actor: str = "policy"
     player: str = ""
@@ -144,20 +136,18 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     # Number of the episode's messages up to and with each turn; empty for a custom rollout().
     message_indices: list[int] = field(default_factory=list)
-    reward: float | None = None  # None: not scored, because the episode failed
+    reward: float | None = None  # None: not scored, because the episode failed.
     reward_parts: dict[str, float] = field(default_factory=dict)
     baseline: float = 0.0  # Subtracted from each return; see run/running_baseline.py.
-    # None, or one for each turn, with `reward` as sum.
-    turn_rewards: list[float] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)  # [turns], of sum `reward`; or [].
     metrics: dict[str, float] = field(default_factory=dict)
-    status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed"
-    error: str = ""  # why it failed
-    log: str = ""  # text for who looks at the episode, such as the verifier's output
-    env_code: str = ""  # hash of the environment's file
-    # Column of the task's row -> its text, cut where it is long, for readers of the replies.
-    columns: dict[str, str] = field(default_factory=dict)
+    status: str = "ok"  # "ok", "truncated" (a turn or the episode hit a length limit) or "failed".
+    error: str = ""  # Reason of the failure.
+    log: str = ""  # Text for viewers, such as the verifier's output.
+    env_code: str = ""  # Hash of the environment's file.
+    columns: dict[str, str] = field(default_factory=dict)  # Shortened columns, for viewers.
     # Messages of teacher_prompt(), and their tokens for each stream of turns: the teacher reads
-    # them instead of the student's prompt. Empty: no teacher.
+    # them instead of the student's prompt.
     teacher_messages: list[Message] = field(default_factory=list)
     teacher_ids: list[list[int]] = field(default_factory=list)
 
@@ -193,19 +183,16 @@ class TrainingSample:
     """
 
     token_ids: np.ndarray  # [L] int64
-    # [L] bool, True where the token was sampled by the actor (or SFT trains it)
-    loss_mask: np.ndarray
-    rollout_logprobs: np.ndarray  # [L] fp32 nats, 0 where loss_mask is False
-    policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False
-    advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False
-    group_id: str = ""  # samples of one group stay in one minibatch
+    loss_mask: np.ndarray  # [L] bool, True where the token is trained.
+    rollout_logprobs: np.ndarray  # [L] fp32 nats, 0 where loss_mask is False.
+    policy_versions: np.ndarray  # [L] int64, -1 where loss_mask is False.
+    advantages: np.ndarray  # [L] fp32, 0 where loss_mask is False.
+    group_id: str = ""  # Samples of one group stay in one minibatch.
     env: str = ""  # Environment in which the sample was sampled.
-    # [L - 1, routers, top_k] int16, to which its tokens go; None: the learner chooses.
-    experts: np.ndarray | None = None
+    experts: np.ndarray | None = None  # [L - 1, routers, top_k] int16; None: the learner chooses.
     # uint8, text: for each trained token a line of the ids that it was drawn from; None: from all.
     kept_ids: np.ndarray | None = None
-    # [P] int64, the teacher's prompt before the first trained token; None: the policy's prompt.
-    teacher_ids: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None  # [P] int64, the teacher's prompt; None: the policy's.
     images: tuple[InputImage, ...] = ()  # Each once, whose keys are in token_ids.
 
     def __post_init__(self):
@@ -225,13 +212,12 @@ class SequenceShard:
     chunks of equal length, of which rank r holds numbers r and 2 cp - 1 - r: all ranks have the
     same number of tokens and, causal, the same work."""
 
-    tokens: Tensor  # [T / cp] int64, which tokens of the batch this rank holds
-    cu_seqlens: Tensor  # [N+1] int32 on the host, where each sequence's part starts
-    logit_indices: Tensor  # [m] int64, index into this rank's tokens
-    trained: Tensor  # [m] int64, which of the batch's M trained tokens these predict
-    counts: list[int]  # [cp] m of every rank
-    # [M] int64, where each of the batch's stands among all ranks' trained tokens, rank by rank.
-    places: Tensor
+    tokens: Tensor  # [T / cp] int64, indices of this rank's tokens in the batch.
+    cu_seqlens: Tensor  # [N+1] int32 on the host, starts of the sequences in the shard.
+    logit_indices: Tensor  # [m] int64, indices into this rank's tokens.
+    trained: Tensor  # [m] int64, indices of the trained tokens that these predict.
+    counts: list[int]  # [cp] m of every rank.
+    places: Tensor  # [M] int64, index of each trained token in those of all ranks, rank by rank.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,30 +238,28 @@ class PackedBatch:
     """
 
     input_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, place in the sequence
-    cu_seqlens: Tensor  # [N+1] int32 on the host, starts of pieces; each comes after its parent
-    parents: list[int]  # [N] the piece before this one, -1 if it begins a sequence
-    paths: list[np.ndarray]  # Of each sample, on the host: [L - 1] int64, its tokens in the batch.
-    # [M] int64, index into T of the token before, whose hidden state predicts this one. One may
-    # stand there for several samples.
+    position_ids: Tensor  # [T] int64
+    cu_seqlens: Tensor  # [N+1] int32 on the host, starts of pieces; each comes after its parent.
+    parents: list[int]  # [N] the piece before this one, -1 if it begins a sequence.
+    paths: list[np.ndarray]  # For each sample, on the host: [L - 1] int64 indices of its tokens.
+    # [M] int64, index into T of the token before, whose hidden state predicts this one. Samples
+    # with a common prefix may share such a token.
     logit_indices: Tensor
-    # [M] int64, the trained tokens; or [M, K]: behind each the other ids that it was drawn from,
-    # then -1.
+    # [M] int64, the trained tokens; or [M, K], padded with -1: followed by the other ids that each
+    # was drawn from.
     labels: Tensor
-    sequences: Tensor  # [M] int64, which sample each is of, in their order
+    sequences: Tensor  # [M] int64, index of each token's sample, ascending.
     rollout_logprobs: Tensor  # [M] fp32
     advantages: Tensor  # [M] fp32
     policy_versions: Tensor  # [M] int64
-    old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update
-    ref_logprobs: Tensor | None = None  # [M] fp32, by the reference model
-    # [M] fp32, reward to come, by the critic before its first update; KTO: the KL z0, all equal
+    old_logprobs: Tensor | None = None  # [M] fp32, by the learner before its first update.
+    ref_logprobs: Tensor | None = None  # [M] fp32, by the reference model.
+    # [M] fp32, by the critic before its first update; KTO: the KL z0, all equal.
     values: Tensor | None = None
-    returns: Tensor | None = None  # [M] fp32, targets of the critic
-    # KTO: the prompt of each sample with another row's reply, which is read without a gradient.
-    mismatched: PackedBatch | None = None
-    shard: SequenceShard | None = None  # this rank's part; None: all of it
-    # [T, routers, top_k] int16, those of its samples; -1: the learner chooses.
-    experts: Tensor | None = None
+    returns: Tensor | None = None  # [M] fp32, targets of the critic.
+    mismatched: PackedBatch | None = None  # KTO: each prompt with another row's reply.
+    shard: SequenceShard | None = None  # This rank's shard; None: the whole batch.
+    experts: Tensor | None = None  # [T, routers, top_k] int16; -1: the learner chooses.
     # Key -> image of the negative input_ids. None: no rank has an image in this step.
     images: dict[int, InputImage] | None = None
-    teacher: Any = None  # learning/teachers/distill.py's, of what teachers make of it
+    teacher: Any = None  # Teacher's logprobs; see learning/teachers/distill.py.
