@@ -270,8 +270,8 @@ class Trainer:
 
     def read_data_state(self) -> JSONObject:
         """The position in the data, and positions that were drawn but not trained on."""
-        begun = [group.position for group in self.worker.pending.values()]
-        return {"position": self.position, "pending": begun + self.pending}
+        unfinished = [group.position for group in self.worker.pending.values()]
+        return {"position": self.position, "pending": unfinished + self.pending}
 
     def end_of_step(self) -> None:
         """Notes the position in the data, for a checkpoint, and the step in which --num_epochs end:

@@ -194,7 +194,7 @@ class EmbeddedEngine(Engine):
             from rl_core.models.vision import Vision
 
             self._vision = Vision(spec.vision, model)
-        self._parked_room = 0  # tokens
+        self._parked_limit = 0  # tokens
         if self._slots.is_batched:
             self._fit_memory(spec)
         elif spec.adapters:
@@ -227,11 +227,11 @@ class EmbeddedEngine(Engine):
         sessions that are not parked are prefilled again."""
         total = spec.memory_frac * device_memory(self.model.device)
         weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        room = max(0, int((total - weights) / bytes_per_token(self._slots)))  # tokens
+        free_tokens = max(0, int((total - weights) / bytes_per_token(self._slots)))
         row = self.max_context_tokens + 1
-        self.capacity = max(1, min(spec.num_slots, int(SLOTS_FRAC * room) // row))
+        self.capacity = max(1, min(spec.num_slots, int(SLOTS_FRAC * free_tokens) // row))
         # At most spec.num_slots conversations are open.
-        self._parked_room = min(max(0, room - self.capacity * row), spec.num_slots * row)
+        self._parked_limit = min(max(0, free_tokens - self.capacity * row), spec.num_slots * row)
         if self.capacity < spec.num_slots:
             self.shortage = (
                 f"{spec.name}: {self.capacity} of {spec.num_slots} slots of "
@@ -714,10 +714,10 @@ class EmbeddedEngine(Engine):
         """Keeps a conversation's keys and values in its row until another request needs the row."""
         self.end_session(request.session)  # The newest comes last.
         size = request.num_computed
-        room = self._parked_room - size
-        while self._parked and self._num_parked > room:
+        free_tokens = self._parked_limit - size
+        while self._parked and self._num_parked > free_tokens:
             self.end_session(next(iter(self._parked)))
-        if room >= 0:
+        if free_tokens >= 0:
             self._num_parked += size
             request.known_head = None
             self._parked[request.session] = request

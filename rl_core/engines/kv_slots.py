@@ -375,9 +375,9 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, greedy: Tensor | None) -> Te
     """[n, 2]: tokens by inverse CDF at uniforms [n] in [0, 1), or the most likely token where
     greedy [n] is True, and their logprobs."""
     probs = logits.softmax(-1)
-    tokens = drawn = draw(probs, uniforms[:, None])
+    tokens = sampled = draw(probs, uniforms[:, None])
     if greedy is not None:
-        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), drawn)
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), sampled)
     return torch.cat([tokens, probs.gather(-1, tokens).log_()], -1)
 
 

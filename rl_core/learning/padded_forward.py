@@ -47,11 +47,11 @@ class PaddedForward:
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
-        rows, places = padded_rows(batch)
+        rows, indices = padded_rows(batch)
         arguments = arguments_of(policy, batch, rows)
         hidden = policy.hidden_states(**arguments)
         width = arguments["input_ids"].shape[1]
-        hidden_MD = hidden.flatten(0, 1)[in_width(places, rows.shape[1], width)]
+        hidden_MD = hidden.flatten(0, 1)[in_width(indices, rows.shape[1], width)]
         return outputs(hidden_MD, batch.labels, temperature)
 
     def tokens(self, batch: PackedBatch) -> Tensor:
@@ -66,12 +66,12 @@ class FullLogitsForward(PaddedForward):
     def __call__(
         self, policy: Policy, batch: PackedBatch, temperature: float, outputs: Outputs
     ) -> tuple[Tensor, ...]:
-        rows, places = padded_rows(batch)
+        rows, indices = padded_rows(batch)
         arguments = arguments_of(policy, batch, rows)
         with policy.activations():
             logits = policy.hf(**arguments, use_cache=False).logits
-        places = in_width(places, rows.shape[1], logits.shape[1])
-        logits = logits.flatten(0, 1)[places].float() / temperature
+        indices = in_width(indices, rows.shape[1], logits.shape[1])
+        logits = logits.flatten(0, 1)[indices].float() / temperature
         if batch.labels.ndim == 2:
             from rl_core.learning.truncation import over_support
 
@@ -89,9 +89,9 @@ def arguments_of(policy: Policy, batch: PackedBatch, rows: Tensor) -> dict[str, 
     return policy.vision.padded(ids, batch.images, policy.is_sharded)
 
 
-def in_width(places: Tensor, width: int, wider: int) -> Tensor:
+def in_width(indices: Tensor, width: int, wider: int) -> Tensor:
     """Indices of rows of `width` tokens in rows of `wider`."""
-    return places if wider == width else places // width * wider + places % width
+    return indices if wider == width else indices // width * wider + indices % width
 
 
 @torch.no_grad()
@@ -172,9 +172,9 @@ def probe_batch(
     samples = []
     seen = [] if family is None else family.expand(family.blank)
     for number, (prompt, length, step) in enumerate(PROBE):
-        places = np.arange(length)
-        is_own = places >= prompt
-        token_ids = (places * step + 3 + number * is_own) % vocab_size
+        indices = np.arange(length)
+        is_own = indices >= prompt
+        token_ids = (indices * step + 3 + number * is_own) % vocab_size
         none, is_own = np.zeros(len(seen) + length), np.pad(is_own, (len(seen), 0))
         sample = TrainingSample(
             token_ids=np.array([*seen, *token_ids]),
@@ -195,8 +195,8 @@ def padded_rows(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     # A rank without samples computes its untrained token.
     rows = rows or [torch.arange(len(batch.input_ids))]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
-    places = torch.empty(len(batch.input_ids), dtype=torch.long)
+    indices = torch.empty(len(batch.input_ids), dtype=torch.long)
     for n, row in enumerate(rows):
-        places[row] = n * tokens.shape[1] + torch.arange(len(row))
+        indices[row] = n * tokens.shape[1] + torch.arange(len(row))
     device = batch.input_ids.device
-    return tokens.to(device), places.to(device)[batch.logit_indices]
+    return tokens.to(device), indices.to(device)[batch.logit_indices]

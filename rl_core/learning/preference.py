@@ -161,8 +161,8 @@ def rm_losses(
     """-log sigma(s(chosen) - s(rejected) - margin), all [M], with the score s at a reply's last
     token and the margin at its chosen reply (Ouyang et al. 2022, arXiv:2203.02155, eq. 1; the
     margin: Touvron et al. 2023, arXiv:2307.09288, eq. 2)."""
-    places = torch.arange(len(replies), device=replies.device)
-    last = places.new_zeros(2 * num_pairs).scatter_reduce(0, replies, places, "amax")
+    indices = torch.arange(len(replies), device=replies.device)
+    last = indices.new_zeros(2 * num_pairs).scatter_reduce(0, replies, indices, "amax")
     rewards, margin = scores[last].view(-1, 2), margins[last].view(-1, 2)[:, 0]
     return -logsigmoid(rewards[:, 0] - rewards[:, 1] - margin), rewards
 

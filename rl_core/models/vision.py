@@ -214,6 +214,6 @@ class Vision:
 
 
 def blocks_of(ids: Tensor) -> list[np.ndarray]:
-    """The places of neighbouring tokens of images in ids [T] on the CPU."""
-    places = np.flatnonzero(ids.numpy() < 0)
-    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    """The indices of neighbouring tokens of images in ids [T] on the CPU."""
+    indices = np.flatnonzero(ids.numpy() < 0)
+    return np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)

@@ -60,7 +60,7 @@ class WeightedOrder:
         self.draw(0)
 
     def row_index(self, position: int) -> int:
-        return int(self.drawn[(position - self.start) % len(self.drawn)])
+        return int(self.order[(position - self.start) % len(self.order)])
 
     def record(self, results: Iterable[tuple[int, float, float]], start: int) -> None:
         """Adds (row, success rate, mean reward) of each group and draws the positions from `start`
@@ -88,7 +88,7 @@ class WeightedOrder:
         luck = -np.log1p(-random.random_sample(len(self.weights)))  # Exponential, for every task.
         with np.errstate(over="ignore"):
             order = np.argsort(luck[indices] / self.weights[indices])
-        self.drawn, self.start = indices[order], start
+        self.order, self.start = indices[order], start
 
     def state(self) -> JSONObject:
         return {"start": self.start, "tried": {row: astuple(p) for row, p in self.tried.items()}}

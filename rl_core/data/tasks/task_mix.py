@@ -27,9 +27,9 @@ class TaskMix:
 
     def task(self, position: int) -> Task:
         """The task at a position, which counts the tasks of all sources."""
-        drawn = self.num_before(position)
-        i = self.next_source(drawn)
-        return self.sources[i].task(drawn[i])
+        counts = self.num_before(position)
+        i = self.next_source(counts)
+        return self.sources[i].task(counts[i])
 
     def num_before(self, position: int) -> list[int]:
         """Number of tasks of each source before a position."""
@@ -37,12 +37,12 @@ class TaskMix:
         # comes before.
         weights = self.weights
         time = max(0, position - len(self.sources)) / sum(weights)
-        drawn = [math.floor(time * weight + 0.5) for weight in weights]
-        while sum(drawn) < position:
-            drawn[self.next_source(drawn)] += 1
-        return drawn
+        counts = [math.floor(time * weight + 0.5) for weight in weights]
+        while sum(counts) < position:
+            counts[self.next_source(counts)] += 1
+        return counts
 
-    def next_source(self, drawn: list[int]) -> int:
+    def next_source(self, counts: list[int]) -> int:
         """The source with the earliest next task; on a tie the one named first."""
         weights = self.weights
-        return min(range(len(drawn)), key=lambda i: ((drawn[i] + 0.5) / weights[i], i))
+        return min(range(len(counts)), key=lambda i: ((counts[i] + 0.5) / weights[i], i))

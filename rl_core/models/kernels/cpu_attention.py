@@ -36,7 +36,7 @@ class Layout:
 
     blocks: list[tuple[int, int, int]]  # (sequences, queries, keys) of each block
     tokens: Tensor | None = None  # token at each position of the blocks; None: all, in their order
-    places: Tensor | None = None  # [T] position of each token in the blocks
+    indices: Tensor | None = None  # [T] position of each token in the blocks
 
 
 def layout_of(segments: Segments) -> Layout:
@@ -75,26 +75,26 @@ def padded_layout(lengths: np.ndarray, groups: list[np.ndarray], device: torch.d
     blocks = []
     for members in groups:
         column = np.arange(lengths[members].max())
-        places = np.where(column < lengths[members, None], starts[members, None] + column, -1)
-        tokens.append(places.ravel())
+        indices = np.where(column < lengths[members, None], starts[members, None] + column, -1)
+        tokens.append(indices.ravel())
         blocks.append((len(members), len(column), len(column)))
     flat = np.concatenate(tokens)
-    places = flat.argsort()[len(flat) - lengths.sum() :]  # Padding, -1, is sorted first.
-    flat, places = (torch.from_numpy(x).to(device) for x in (flat.clip(0), places))
-    return Layout(blocks=blocks, tokens=flat, places=places)
+    indices = flat.argsort()[len(flat) - lengths.sum() :]  # Padding, -1, is sorted first.
+    flat, indices = (torch.from_numpy(x).to(device) for x in (flat.clip(0), indices))
+    return Layout(blocks=blocks, tokens=flat, indices=indices)
 
 
-def rows(x: Tensor, places: Tensor | None) -> Tensor:
-    """The rows of x at `places`; None: all. embedding() copies rows several times faster than
+def rows(x: Tensor, indices: Tensor | None) -> Tensor:
+    """The rows of x at `indices`; None: all. embedding() copies rows several times faster than
     index_select()."""
-    return x if places is None else embedding(places, x.flatten(1)).view(-1, *x.shape[1:])
+    return x if indices is None else embedding(indices, x.flatten(1)).view(-1, *x.shape[1:])
 
 
 def unpadded(blocks: list[Tensor], layout: Layout) -> Tensor:
     """[T, H, D] from blocks [sequences, H, length, D]."""
     parts = [x.transpose(1, 2).flatten(0, 1) for x in blocks]
     # A single block is not copied.
-    return rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.places)
+    return rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.indices)
 
 
 def blocks_of(
@@ -129,7 +129,7 @@ def dense_forward(q, k, v, segments, scale, cap=None):
         outs.append(out)
         lses.append(lse.transpose(0, 1).flatten(1))
     lse = torch.cat(lses, 1)
-    return unpadded(outs, layout), lse if layout.places is None else lse[:, layout.places]
+    return unpadded(outs, layout), lse if layout.indices is None else lse[:, layout.indices]
 
 
 def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
@@ -141,9 +141,9 @@ def dense_backward(dout, q, k, v, out, lse, segments, scale, cap=None):
 
         backward = partial(math_backward, cap=cap)
     lse = lse.T
-    if layout.places is not None:  # Padded queries have no probabilities and no gradient.
+    if layout.indices is not None:  # Padded queries have no probabilities and no gradient.
         hidden = lse.new_full((len(layout.tokens), lse.shape[1]), HIDDEN)
-        lse = hidden.index_copy_(0, layout.places, lse)
+        lse = hidden.index_copy_(0, layout.indices, lse)
     dout, q, k, v, out = (rows(x, layout.tokens) for x in (dout, q, k, v, out))
     queries = [dout, q, out, lse[:, :, None]]
     grads = []
