@@ -69,7 +69,7 @@ class AttentionPlan:
         self.kept: dict[int, Results | None] | None = None
 
     def shared_runs(self, above: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The queries that follow one piece are one run, for which its keys are read once."""
+        """(queries, keys) of each shared piece: all queries that follow it read its keys once."""
         runs = []
         for number, family in itertools.groupby(range(len(above)), above.__getitem__):
             if number >= 0:
@@ -87,18 +87,13 @@ class AttentionPlan:
             self.ahead.append(later)
             self.segments += self.ahead * in_full_attention
 
-    def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each run of queries with the keys within its window."""
-        runs = []
-        for number, piece in enumerate(self.pieces):
-            keys = self.sequences[number]
-            runs.append((piece, keys[max(0, len(keys) - len(piece) + 1 - window) :]))
-        return runs
-
     def near(self, window: int) -> list[Segments]:
         """The segments of layers in which a token sees `window` keys, itself included."""
         if window not in self.windows:
-            runs = self.window_runs(window)
+            runs = []
+            for number, piece in enumerate(self.pieces):
+                keys = self.sequences[number]
+                runs.append((piece, keys[max(0, len(keys) - len(piece) + 1 - window) :]))
             near = Segments(runs, self.device, is_causal=True, window=window)
             self.windows[window] = [near, *self.ahead]
         return self.windows[window]

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rl_core.sampling.episode_runner import EpisodeRunner
 from rl_core.sampling.groups import Group
@@ -96,7 +96,10 @@ class RolloutWorker:
 
     def _fill(self) -> None:
         if self.window:
-            self._start_all()
+            for key, group in self.pending.items():
+                is_new = key not in self.running and key not in self.done
+                if is_new and self.is_own(group.position):
+                    self._start(key)
             return
         # Evaluations first: training groups have the label "".
         for label in sorted({label for label, _ in self.pending}, reverse=True):
@@ -108,12 +111,6 @@ class RolloutWorker:
                     break
                 self._start(key)
                 del self.next_number[label]
-
-    def _start_all(self) -> None:
-        for key, group in self.pending.items():
-            is_new = key not in self.running and key not in self.done
-            if self.is_own(group.position) and is_new:
-                self._start(key)
 
     def _has_room(self, label: str) -> bool:
         """True if a group of this label can start. A rank runs at most an even share of a label, so
@@ -174,10 +171,8 @@ class RolloutWorker:
             await self._wait_for_ranks(num_groups, label, is_interrupted)
             if self.meeting is None or not await self.meeting.meet():
                 break
-        complete = []
-        for key in self.done:
-            if key[0] == label:
-                complete.append((self.pending[key].version, key[1]))
+        of_label = [key for key in self.done if key[0] == label]
+        complete = [(self.pending[key].version, key[1]) for key in of_label]
         oldest_first = []
         for complete_on_rank in all_gather_json(complete, self.ranks):
             oldest_first += map(tuple, complete_on_rank)
@@ -188,13 +183,8 @@ class RolloutWorker:
         keys = [(label, number) for _, number in oldest_first[:num_groups]]
         collected = {key: self.pending.pop(key) for key in keys}
         self.num_collected[label] += num_groups
-        groups, left = [], []
-        for key in self.done:
-            if key in collected:
-                groups.append(collected[key])
-            else:
-                left.append(key)
-        self.done = left
+        groups = [collected[key] for key in of_label if key in collected]
+        self.done = [key for key in self.done if key not in collected]
         return groups
 
     async def _wait_for_due(
@@ -262,14 +252,11 @@ class RolloutWorker:
             if self.running or num_ready > before:
                 until = time.monotonic() + self.timeout_s
             elif time.monotonic() > until:
-                self._refuse_to_wait(num_groups, num_ready)
-
-    def _refuse_to_wait(self, num_groups: int, num_ready: int) -> NoReturn:
-        raise RunError(
-            f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} groups of "
-            f"episodes, of which {num_ready} are complete: other ranks finished none within "
-            f"--timeout_s={self.timeout_s:g}"
-        )
+                raise RunError(
+                    f"rank {self.ranks.rank} waited in the phase 'generate' for {num_groups} "
+                    f"groups of episodes, of which {num_ready} are complete: other ranks finished "
+                    f"none within --timeout_s={self.timeout_s:g}"
+                )
 
     async def _wait(self, timeout_s: float) -> None:
         """Waits for the end of a group of this rank, at most timeout_s. Raises the group's
