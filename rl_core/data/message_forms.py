@@ -16,6 +16,7 @@ from rl_core.data.messages import (
     TRAIN_KEYS,
     check_text,
     json_value,
+    read_flag,
     shorten,
     text_of,
 )
@@ -184,18 +185,6 @@ def set_trained(message: Message, where: str, notes: list[str]) -> None:
                     raise ValueError(
                         f"{key!r} of a part is false: messages are trained whole; {GIVE_TRAIN}"
                     )
-
-
-def read_flag(key: str, value: JSON) -> bool:
-    flag = value.item() if hasattr(value, "item") else value  # numpy's
-    if isinstance(flag, str):
-        flag = {"true": 1, "1": 1, "false": 0, "0": 0}.get(flag.strip().lower())
-    if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
-        raise ValueError(
-            f"{key!r} is {shorten(value)}; a message is trained (true, 1) or not (false, 0): "
-            "remove the key or give one of these"
-        )
-    return bool(flag)
 
 
 def set_calls(message: Message, where: str, notes: list[str]) -> None:

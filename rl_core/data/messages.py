@@ -58,6 +58,19 @@ def shorten(value: object, width: int = 80) -> str:
     return text
 
 
+def read_flag(key: str, value: JSON) -> bool:
+    """A value of TRAIN_KEYS as a bool. Raises ValueError for any other value."""
+    flag = value.item() if hasattr(value, "item") else value  # numpy's
+    if isinstance(flag, str):
+        flag = {"true": 1, "1": 1, "false": 0, "0": 0}.get(flag.strip().lower())
+    if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
+        raise ValueError(
+            f"{key!r} is {shorten(value)}; a message is trained (true, 1) or not (false, 0): "
+            "remove the key or give one of these"
+        )
+    return bool(flag)
+
+
 def json_value(text: str) -> JSON:
     """The value of a JSON text. Text that is not JSON is returned unchanged."""
     with suppress(ValueError, RecursionError):

@@ -14,8 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from rl_core.data.chat import Chat, fingerprint, unmarked
-from rl_core.data.message_forms import read_flag
-from rl_core.data.messages import TRAIN_KEYS, as_context, shorten, text_of
+from rl_core.data.messages import TRAIN_KEYS, as_context, read_flag, shorten, text_of
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
 from rl_core.data.samples import samples_from_turns
