@@ -112,10 +112,10 @@ def count_failures(trajectories: list[Trajectory]) -> tuple[list[list], str, lis
     failure, the commonest reasons)."""
     episodes: dict[tuple, str | None] = {}
     for t in trajectories:
-        episodes[t.env, t.task_id, t.group_id, t.index] = None
-    for t in trajectories:
+        episode = t.env, t.task_id, t.group_id, t.index
+        episodes.setdefault(episode, None)
         if t.status == "failed":
-            episodes[t.env, t.task_id, t.group_id, t.index] = t.error
+            episodes[episode] = t.error
     totals, failed = Counter(), Counter()
     for (env, task, *_), error in episodes.items():
         totals[env, task] += 1
