@@ -210,8 +210,8 @@ class Trainer:
     def make_group(self, position: int, task: Task) -> Group:
         config = self.config
         step, number = divmod(position, config.tasks_per_step)
-        place = {"batch": f"train/{step:06d}", "number": number, "position": position}
-        return make_group(config, task, size=config.group_size, **place)
+        fields = {"batch": f"train/{step:06d}", "number": number, "position": position}
+        return make_group(config, task, size=config.group_size, **fields)
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
         """Runs one step of a learner. With engines on other ranks, or clients that must be
