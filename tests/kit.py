@@ -394,7 +394,10 @@ def start_server() -> None:
     )
 
     import rl_core
+    from rl_core import trainer
 
+    # The viewer's process takes longer than a tiny run.
+    trainer.write_report = functools.partial(report_if_asked, trainer.write_report)
     for module in pkgutil.walk_packages(rl_core.__path__, "rl_core."):
         if ".sglang_images." in module.name:
             continue  # SGLang changes models of transformers when it is imported.
@@ -404,6 +407,12 @@ def start_server() -> None:
             importlib.import_module(module.name)
     torch.set_num_threads(1)
     server = ForkServer()
+
+
+def report_if_asked(write: Callable[[Path], None], out: Path) -> None:
+    """Writes report.html of a run that is done if the test has set the variable KIT_REPORT."""
+    if "KIT_REPORT" in os.environ:
+        write(out)
 
 
 def program_env() -> dict[str, str]:

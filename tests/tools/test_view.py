@@ -422,7 +422,7 @@ def test_no_rank_waits_for_the_report(tiny_model, tmp_path):
         tmp_path / "out",
         sizes,
     )
-    ranks = RanksProcess(2, "-m", "rl_core.train", *where)
+    ranks = RanksProcess(2, "-m", "rl_core.train", *where, env={"KIT_REPORT": "1"})
     children = Path(f"/proc/{ranks.pid}/task/{ranks.pid}/children")
     try:
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists(), "a step")

@@ -800,7 +800,7 @@ def test_a_run_that_is_done_has_a_report_that_needs_nothing_else(tmp_path, tiny_
     sizes = "--group_size 2 --tasks_per_step 2 --num_steps 2 --max_tokens 6 --max_prompt_tokens 16"
     out = tmp_path / "out"
     where = words("--model", tiny_model, "--env_path", tmp_path / "letters.py", "--out", out)
-    run_ranks(1, "-m", "rl_core.train", *where, *words(sizes))
+    run_ranks(1, "-m", "rl_core.train", *where, *words(sizes), env={"KIT_REPORT": "1"})
     moved = shutil.copy(out / "report.html", tmp_path / "elsewhere.html")
     shutil.rmtree(out)
     page = page_of(f"file://{moved}", offline=True)
