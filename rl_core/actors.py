@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Device:
-    """The device that learners and engines of this rank take turns on. Every rank must call its
+    """The device that this rank's learners and engines use in turns. Every rank must call its
     methods."""
 
     def __init__(

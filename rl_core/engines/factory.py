@@ -1,4 +1,4 @@
-"""The engines of a run on this rank, and who has the weights that each samples with."""
+"""The engines of a run on this rank, and the owner of the weights of each."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MakeEngine = Callable[[EngineSpec], Engine]
 
 
 class Weights(Enum):
-    """State of the weights that an engine samples with: who has them, and who sends them again to
-    a server that lost them. docs/house.md has the table."""
+    """Owner of an engine's weights, and who resends them to a server that lost them. docs/house.md
+    has the table."""
 
     SHARED = "the tensors of this rank's learner"
     COPIED = "a copy in this process"
-    RESENT = "a server; this rank's learner sends them again"
-    AWAITED = "a server; all ranks send them again together"
+    RESENT = "a server; this rank's learner resends them"
+    AWAITED = "a server; all ranks resend them together"
     KEPT = "a server, which keeps a copy on the host"
 
 
@@ -91,9 +91,8 @@ class EngineFactory:
         return self.config.weight_sync != "files" and Weights.AWAITED in states
 
     def adapter_of(self, name: str) -> str:
-        """The adapter that the actor's engine applies to its weights: if several actors share a
-        model, or if the engine serves adapters. "": the engine's weights have the adapter
-        merged."""
+        """Name of the adapter that the actor's engine applies: several actors share a model, or the
+        engine serves adapters. "": the adapter is merged into the engine's weights."""
         actor = self.config.actors[name]
         if not actor.is_trained:
             return ""
@@ -166,7 +165,7 @@ class EngineFactory:
             elif state is Weights.AWAITED and not role:
                 spec.resend = RESENT_BY_RANKS
         else:
-            # An Apple GPU has the CPU's memory.
+            # An Apple GPU shares the CPU's memory.
             offloads = self.takes_turns and ranks.device.type != MPS
             spec.embedded = EmbeddedSpec(
                 sampler=make_sampler,
@@ -189,8 +188,8 @@ class EngineFactory:
     def module(
         self, name: str, state: Weights, learner: Learner | None, ranks: Ranks
     ) -> PreTrainedModel:
-        """The module that an engine samples with: shared or copied weights, or only shapes where
-        the engine loads the weights itself."""
+        """The module of an engine: shared or copied weights, or shapes alone for a server, which
+        loads the model itself."""
         path, policy = self.config.actors[name].model, learner and learner.policy
         assert path
         if self.has_server(name):

@@ -62,7 +62,7 @@ class LearnerExtension:
         return nullcontext()
 
     def outputs(self, policy: Policy, batch: PackedBatch) -> Outputs | None:
-        """Replaces policy.outputs() in forwards of this batch; None: does not."""
+        """A replacement for policy.outputs() in forwards of this batch, or None."""
         return None
 
     def annotate(self, batches: list[PackedBatch]) -> Metrics:
@@ -297,9 +297,9 @@ class Learner:
             parameter.grad = None
 
     def reduce_gradients(self, is_last: bool) -> None:
-        """Lets the last microbatch of a minibatch alone reduce what replicas, and a rank with all
-        weights, would otherwise reduce and copy with each. Shards of several ranks would have to
-        hold unsharded gradients."""
+        """Defers the reduction over replicas, and the copies of a rank with all weights, to the
+        last microbatch of a minibatch. Sharded gradients are reduced with each microbatch:
+        otherwise every rank would hold unsharded ones."""
         if not isinstance(self.policy, FSDPModule):
             return
         if self.ranks.mesh.dp_replicate > 1:

@@ -37,8 +37,8 @@ Results = tuple[Tensor, Tensor]  # Attention [T, H, D] and its log-sum-exp [H, T
 class AttentionPlan:
     """Attention metadata of one batch, made once and passed to every layer.
 
-    Its pieces start at cu_seqlens [N+1], on the CPU, and follow the pieces `parents` (-1: none),
-    which stand before them."""
+    Pieces start at cu_seqlens [N+1], on the CPU. Piece n continues piece parents[n] < n; -1: it
+    begins a sequence."""
 
     def __init__(
         self, cu_seqlens: Tensor, parents: list[int], kernel: Kernel, device: torch.device
@@ -109,9 +109,9 @@ class AttentionPlan:
         sinks: Tensor | None = None,
         module: int = 0,
     ) -> Tensor:
-        """[T, H, D]: what each token sees of its sequence, causal. With a window a token sees that
-        many, itself included. A cap bounds scores. Sinks [H] are the scores of one more key of each
-        head, whose value is 0. `module`: id() of the attention module. All ranks that share
+        """[T, H, D] causal attention within each sequence, over the last `window` tokens, itself
+        included, if there is a window. `cap` bounds scores. `sinks` [H]: the score of one more key
+        of each head, with value 0. `module`: id() of the attention module. All ranks that share
         sequences must call it, and run its backward, in the same order."""
         assert len(query_THD) == self.num_tokens, (query_THD.shape, self.num_tokens)
         is_whole = all(segment in self.segments for segment in self.ahead)
@@ -121,7 +121,7 @@ class AttentionPlan:
         return PackedAttention.apply(query_THD, key_TGD, value_TGD, sinks, *options)
 
     def results(self, module: int, compute: Callable[[], Results]) -> Results:
-        """compute(), or its results in the forward if the backward calls it again."""
+        """Calls compute() in the forward; returns the kept results if the backward recomputes."""
         assert self.kept is not None
         is_backward = torch._C._current_graph_task_id() != -1
         done = self.kept.pop(module, None) if is_backward else None
@@ -162,11 +162,11 @@ class AttentionPlan:
         yield kv, self.near(window) if window else self.segments
 
     def passed_on(self, kv_grads: list) -> Callable[[], list]:
-        """Begins to move gradients to where the keys of the next source are; waits for them."""
+        """Starts sending gradients to the rank of the next source. The result receives others."""
         return lambda: kv_grads
 
     def returned(self, kv_grads: list[Tensor], window: int | None) -> list[Tensor]:
-        """The gradients of the local keys and values, of those of all sources."""
+        """Gradients of the local keys and values, once all sources were added."""
         return kv_grads
 
 
