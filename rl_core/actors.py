@@ -13,7 +13,6 @@ import torch
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks, barrier
-from rl_core.engines.factory import Weights
 from rl_core.environments.options import endpoint_opener
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
@@ -24,7 +23,7 @@ from rl_core.models.policy import end_token_ids
 from rl_core.run.options import rank_group_engines
 from rl_core.run.plan.plan import Plan
 from rl_core.sampling.actor import Actor, Speaker
-from rl_core.sampling.engine import STALE_SUFFIX, Engine
+from rl_core.sampling.engine import STALE_SUFFIX, Engine, Weights
 from rl_core.types import TrainingSample
 
 if TYPE_CHECKING:

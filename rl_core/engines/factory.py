@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import TYPE_CHECKING, cast
 
 from rl_core.config import Config
@@ -20,6 +19,7 @@ from rl_core.sampling.engine import (
     Engine,
     EngineSpec,
     WeightOwner,
+    Weights,
 )
 from rl_core.types import JSONObject, counter_seed
 
@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MakeEngine = Callable[[EngineSpec], Engine]
-
-
-class Weights(Enum):
-    """Owner of an engine's weights, and who resends them to a server that lost them. docs/house.md
-    has the table."""
-
-    SHARED = "the tensors of this rank's learner"
-    COPIED = "a copy in this process"
-    RESENT = "a server; this rank's learner resends them"
-    AWAITED = "a server; all ranks resend them together"
-    KEPT = "a server, which keeps a copy on the host"
 
 
 class EngineFactory:
