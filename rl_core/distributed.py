@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from rl_core.types import RunError
 
@@ -214,6 +214,13 @@ def barrier(ranks: Ranks) -> None:
 def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor that is split over ranks; other tensors are returned."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def sum_over(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' tensors on each of them. Its gradient, which must be equal on all
+    ranks, is that of each tensor."""
+    parts = DTensor.from_local(value, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
 
 
 def unsharded(value: torch.Tensor) -> torch.Tensor:

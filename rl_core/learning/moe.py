@@ -190,6 +190,7 @@ class Experts(LearnerExtension):
         assert self.counts is not None
         if not self.is_summed and self.ranks.size > 1:
             dist.all_reduce(self.counts)
+            self.counts /= self.ranks.mesh.tp  # Ranks of tp have the same tokens.
         self.is_summed = True
         return self.counts
 
@@ -221,7 +222,8 @@ class Experts(LearnerExtension):
         violation = counts.amax(1) / counts.mean(1) - 1
         metrics: dict[str, Metric] = {"expert_load_maxvio": Mean(violation.mean())}
         if self.coef:
-            metrics["router_aux_loss"] = Mean(self.aux_loss, 1 / self.ranks.size)
+            share = self.ranks.mesh.tp / self.ranks.size
+            metrics["router_aux_loss"] = Mean(self.aux_loss, share)
         return metrics
 
 

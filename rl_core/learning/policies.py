@@ -60,7 +60,12 @@ def make_policy(
         from rl_core.learning import lora
 
         parts = split(learner.train) or lora.LANGUAGE
-        make = partial(lora.AdapterPolicy, adapters, path, is_served, parts)
+        policy_class = lora.AdapterPolicy
+        if ranks.mesh.tp > 1:
+            from rl_core.learning.tensor_parallel_lora import TensorParallelAdapterPolicy
+
+            policy_class = TensorParallelAdapterPolicy
+        make = partial(policy_class, adapters, path, is_served, parts)
         quantized = lora.quantization(adapters, dtype, ranks.device)
     elif ranks.mesh.tp > 1:
         from rl_core.models.parallel.tensor_parallel import TensorParallelPolicy

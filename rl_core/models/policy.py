@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
@@ -258,6 +259,11 @@ def backbone(hf: PreTrainedModel) -> PreTrainedModel:
     inner = cast(PreTrainedModel, text.base_model)
     has_head = inner.get_output_embeddings() is not None  # Llama 4's language model has a head.
     return cast(PreTrainedModel, inner.model) if inner is hf or has_head else inner
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if transformers' plans for parallelism mean this module or weight by a pattern."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def blocks_of(hf: PreTrainedModel) -> nn.ModuleList:

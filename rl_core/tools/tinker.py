@@ -59,8 +59,9 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     if args.max_context_tokens < 2 or not 0 <= args.port < 1 << 16:
         raise ValueError("--max_context_tokens must be 2 or more, --port from 0 to 65535")
     config = read_config([*flags, *FIXED, f"--max_prompt_tokens={args.max_context_tokens - 1}"])
-    if config.ep != 1:
-        raise ValueError(f"--ep {config.ep}: the server does not split experts; leave it out")
+    for flag, value in (("ep", config.ep), ("tp", config.tp)):
+        if value != 1:
+            raise ValueError(f"--{flag} {value}: the server splits no models; leave it out")
     return args, with_actors(config, args)
 
 

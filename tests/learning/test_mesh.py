@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit import answer, make_learner, of_ranks, run_ranks, sample, words
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from test_collectives import MESHES as COUNTED
 from test_collectives import ON_GLOO, SIZES, count, on_fake_ranks
@@ -144,16 +145,21 @@ CASES = {
     "qwen3_moe": (
         "qwen3_moe",
         f"{RECOMPUTED} --actors.policy.router_aux_loss_coef 0.5 --learner.microbatch_tokens 100",
-        {14: ["ep 4", *EP_MESHES], 2: ["ep 4"]},
+        {14: ["ep 4", *EP_MESHES, "tp 2 x dp 2", "cp 2 x tp 2"], 2: ["ep 4"]},
     ),
-    "glm4_moe": ("glm4_moe", f"{ADAMW} {ALWAYS}", {14: EP_MESHES}),
+    "glm4_moe": ("glm4_moe", f"{ADAMW} {ALWAYS}", {14: [*EP_MESHES, "hsdp 2 x tp 2"]}),
     "deepseek_v3": ("deepseek_v3", f"{SGD} --algorithm ppo {EPOCHS}", {14: EP_MESHES}),
     "gpt_oss": ("gpt_oss", f"{SGD} --algo.kl_coef 0.1 {EPOCHS}", {14: ["ep 4", "ep 2 x hsdp 2"]}),
     "qwen3_5_moe": ("qwen3_5_moe_text", ADAMW, {14: EP_MESHES[1:]}),
     "adapters": (
         "qwen3_moe",
         f"{ADAMW} --actors.policy.lora.rank 2",
-        {14: EP_MESHES},
+        {14: [*EP_MESHES, "tp 2 x dp 2"]},
+    ),
+    "biased adapters": (
+        "llama biased",
+        f"{RECOMPUTED} --actors.policy.lora.rank 2 --learner.microbatch_tokens 100",
+        {14: ["tp 2 x dp 2", "cp 2 x tp 2"]},
     ),
 }
 SAVED = [
@@ -164,6 +170,8 @@ SAVED = [
     ("muon", 14, "hsdp 2 x tp 2"),
     ("qwen3_moe", 14, "ep 2 x dp 2"),
     ("gpt_oss", 14, "ep 4"),
+    ("glm4_moe", 14, "hsdp 2 x tp 2"),
+    ("biased adapters", 14, "tp 2 x dp 2"),
 ]
 ALL = [
     (case, num, mesh)
@@ -311,7 +319,7 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
     """Distances of weights and state after a checkpoint that other meshes read, and
     an export."""
     ranks, before, saved = learner.ranks, everything(learner), folder / "checkpoints/step_000003"
-    checkpoint.FILE_BYTES = 1 << 14  # Several files of a rank.
+    checkpoint.FILE_BYTES = 1 << (11 if learner.adapter else 14)  # Several files of a rank.
     save_checkpoint(saved, {"policy": learner}, {"step": 3}, ranks, 1)
     files = [*saved.glob("policy/*.safetensors")]
     assert len(files) > ranks.size
@@ -328,13 +336,16 @@ def travels(folder: Path, model: str, flags: str, learner, alone: Ranks) -> dict
     learn = take_steps if flags == MUON else train
     assert learn(other, 14, 3, 1) == learn(learner, 14, 3, 1)
     distances["and on"] = distance(everything(learner), everything(other))
-    export_policy(
-        learner.policy, AutoTokenizer.from_pretrained(folder / model), folder / "export", ranks
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / model)
+    export_policy(learner.policy, tokenizer, folder / "export", ranks, learner.adapter)
     barrier(ranks)
     exported = mixed_learner(folder / "export", flags, ranks=alone)
     weights = {n: full(w) for n, w in learner.named_weights()}
     distances["exported"] = distance({n: full(w) for n, w in exported.named_weights()}, weights)
+    if learner.adapter:
+        base = AutoModelForCausalLM.from_pretrained(folder / model)
+        merged = PeftModel.from_pretrained(base, folder / "export_adapter").merge_and_unload()
+        distances["by peft"] = distance(dict(merged.named_parameters()), weights)
     barrier(ranks)
     return distances
 
@@ -443,6 +454,7 @@ def test_a_checkpoint_of_any_mesh_is_read_by_any_other(results, case, num, mesh)
         == distances["and back"]
         == distances["and on"]
         == distances["exported"]
+        == distances.get("by peft", 0)
         == 0
     )
     # Headers are large relative to so few weights, but no shard is written twice.

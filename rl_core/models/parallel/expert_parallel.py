@@ -23,15 +23,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import Config, LoraConfig
+from rl_core.distributed import sum_over
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.parallel.context_parallel import gathered_rows, summed_rows
-from rl_core.models.parallel.tensor_parallel import matches
-from rl_core.models.policy import backbone
+from rl_core.models.policy import backbone, matches
 
 # Style of weights with a row for each expert, and styles of modules around them.
 SPLIT, AROUND = "grouped_gemm", {"ep_dispatch_experts", "ep_router", "moe_tp_experts"}
@@ -89,17 +89,23 @@ def check_expert_parallel(
         )
     if ep == "auto":
         return
+    check_experts_divide(int(ep), model_config)
+
+
+def check_experts_divide(ep: int, model_config: PretrainedConfig, flag: str = "ep") -> None:
     try:
         num = num_experts(model_config)
     except ValueError as error:
-        raise ValueError(f"--ep={ep}: {error}; take --ep 1") from None
-    check_division(int(ep), num)
+        raise ValueError(f"--{flag}={ep}: {error}; take --{flag} 1") from None
+    check_division(ep, num, flag)
 
 
-def check_division(ep: int, num: int) -> None:
+def check_division(ep: int, num: int, flag: str = "ep") -> None:
     if num % ep:
         fits = max(n for n in range(1, ep) if num % n == 0)
-        raise ValueError(f"--ep={ep} must divide the model's {num} experts; try --ep {fits}")
+        raise ValueError(
+            f"--{flag}={ep} must divide the model's {num} experts; try --{flag} {fits}"
+        )
 
 
 def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> int:
@@ -121,16 +127,18 @@ def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> 
 
 
 def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
-    """Splits the experts of each layer over the mesh of `ep` ranks. Returns their modules, which
-    FSDP shards over the other ranks of a copy."""
+    """Splits the experts of each layer over the mesh of `ep` or `tp` ranks. Returns their modules,
+    which FSDP shards over the other ranks of a copy."""
+    [flag] = mesh.mesh_dim_names or ()
+    make = SameTokens if flag == "tp" else Dispatch
     modules = list(expert_modules(hf).values())
     for module in modules:
         for name, weight in module.named_parameters():
-            check_division(mesh.size(), len(weight))
+            check_division(mesh.size(), len(weight), flag)
             # Each rank has the same unsharded weights, or none yet, so nothing is sent.
             split = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(split, weight.requires_grad))
-        Dispatch(module, mesh)
+        make(module, mesh)
     return modules
 
 
@@ -139,13 +147,14 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
     rows of each. Raises ValueError if neither can be split evenly."""
     assert isinstance(parameter, DTensor)
     num, size, ep = *parameter.shape[:2], parameter.device_mesh.size()
+    [flag] = parameter.device_mesh.mesh_dim_names or ()
     if num // ep % num_parts == 0:
         return Shard(0)
     if size % num_parts == 0:
         return Shard(1)
     raise ValueError(
-        f"--ep={ep}: the other {num_parts} ranks of a copy must divide the {num // ep} experts of "
-        f"a rank, or their size of {size}; try --ep 1, or a multiple of {ep}"
+        f"--{flag}={ep}: the other {num_parts} ranks of a copy must divide the {num // ep} experts "
+        f"of a rank, or their size of {size}; try --{flag} 1, or a multiple of {ep}"
     )
 
 
@@ -155,7 +164,7 @@ class Dispatch:
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh):
         total = next(experts.parameters()).shape[0]
-        self.group, self.num_tokens = mesh.get_group(), 0
+        self.mesh, self.group, self.num_tokens = mesh, mesh.get_group(), 0
         self.num_experts = total // mesh.size()
         self.first = mesh.get_local_rank() * self.num_experts
         # The forward counts its experts.
@@ -168,12 +177,7 @@ class Dispatch:
     def before(self, experts: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """(hidden states [T, D], experts [T, K] and their weights [T, K]) of this rank's tokens ->
         the same [P, D], [P, 1], [P, 1] of the rows of this rank's experts."""
-        hidden_TD, chosen_TK, weights_TK = args
-        self.num_tokens, device = len(hidden_TD), hidden_TD.device
-        lengths = gathered_rows(torch.tensor([self.num_tokens], device=device), self.group)
-        missing = int(lengths.max()) - self.num_tokens
-        hidden_ND, weights_NK = FromRanks.apply(self.group, missing, hidden_TD, weights_TK)
-        chosen_NK = gathered_rows(pad(chosen_TK, (0, 0, 0, missing), value=-1), self.group)
+        hidden_ND, chosen_NK, weights_NK = self.from_ranks(*args)
         local_NK = chosen_NK - self.first
         is_mine = (local_NK >= 0) & (local_NK < self.num_experts)
         self.tokens_P, choices_P = is_mine.nonzero(as_tuple=True)
@@ -196,7 +200,38 @@ class Dispatch:
         kind = torch.promote_types(rows_PD.dtype, torch.float32)
         sums_ND = torch.zeros(self.size, dtype=kind, device=rows_PD.device)
         sums_ND = sums_ND.index_add(0, self.tokens_P, rows_PD[:-1].to(kind))
-        return ToRanks.apply(self.group, self.num_tokens, sums_ND.to(rows_PD.dtype))
+        return self.to_ranks(sums_ND.to(rows_PD.dtype))
+
+    def from_ranks(
+        self, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same [N, D], [N, K], [N, K] of the tokens of all ranks."""
+        self.num_tokens, device = len(hidden_TD), hidden_TD.device
+        lengths = gathered_rows(torch.tensor([self.num_tokens], device=device), self.group)
+        missing = int(lengths.max()) - self.num_tokens
+        hidden_ND, weights_NK = FromRanks.apply(self.group, missing, hidden_TD, weights_TK)
+        chosen_NK = gathered_rows(pad(chosen_TK, (0, 0, 0, missing), value=-1), self.group)
+        return hidden_ND, chosen_NK, weights_NK
+
+    def to_ranks(self, sums_ND: Tensor) -> Tensor:
+        return ToRanks.apply(self.group, self.num_tokens, sums_ND)
+
+
+class SameTokens(Dispatch):
+    """Dispatch between ranks of tensor parallelism, which have the same tokens: nothing is
+    gathered, and an all-reduce adds the outputs up."""
+
+    def from_ranks(
+        self, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shared = []
+        for value in (hidden_TD, weights_TK):  # Each rank has a part of their gradients.
+            whole = DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+            shared.append(whole.to_local(grad_placements=[Partial()]))
+        return shared[0], chosen_TK, shared[1]
+
+    def to_ranks(self, sums_ND: Tensor) -> Tensor:
+        return sum_over(sums_ND, self.mesh)
 
 
 class FromRanks(torch.autograd.Function):

@@ -53,6 +53,7 @@ def shard_policy(
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     kwargs = {"mesh": ranks.weights_mesh[dims], "offload_policy": offload}
+    kwargs["shard_placement_fn"] = placement
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if ranks.experts_mesh is not None:
         from rl_core.models.parallel.expert_parallel import split_again, split_experts
@@ -70,7 +71,7 @@ def shard_policy(
     for block in blocks:
         fully_shard(block, mp_policy=precision, **kwargs)
     root = dataclasses.replace(precision, output_dtype=torch.float32)
-    fully_shard(policy, mp_policy=root, shard_placement_fn=placement, **kwargs)
+    fully_shard(policy, mp_policy=root, **kwargs)
 
 
 def load_on_meta(

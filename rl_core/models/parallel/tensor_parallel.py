@@ -3,14 +3,13 @@
 
 A matrix is split by its outputs (colwise) or by its inputs (rowwise); between the two each rank
 computes its heads and its slice of the MLP. An all-reduce follows the second. Embedding and head
-are split over the vocabulary.
+are split over the vocabulary; of a mixture each rank has whole experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from fnmatch import fnmatch
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -20,30 +19,51 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import PretrainedConfig
 
 from rl_core.config import LoraConfig
 from rl_core.models.kernels.torch_logprobs import merged_stats
 from rl_core.models.loading import on_meta
 from rl_core.models.logprobs import fused_logprobs
-from rl_core.models.policy import Policy
+from rl_core.models.policy import Policy, matches
 
 # Style of weights that are replicated, while a rank's gradient covers only its heads.
 PARTIAL = "replicated_with_grad_allreduce"
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel, PARTIAL: None}
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+SPLIT = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+MIXTURE = "moe_tp_experts"  # Style of modules with the experts of a layer.
+DIVIDED = ("num_attention_heads", "num_key_value_heads")
 
 
 def tp_plan(model_config: PretrainedConfig) -> dict[str, str]:
-    """Layer of the base model, with * for numbers -> style of its split. transformers 5.17 names
-    the embedding too, which is always split over the vocabulary."""
+    """Layer of the base model, with * for numbers -> style of its split. Without the embedding,
+    which some plans name and which is always split over the vocabulary, and without experts."""
     plan = model_config.get_text_config().base_model_tp_plan or {}
-    return {name: style for name, style in plan.items() if style != "embedding_rowwise"}
+    left_out = [f"{name}*" for name, style in plan.items() if style == MIXTURE]
+    return {
+        name: style
+        for name, style in plan.items()
+        if style != "embedding_rowwise" and not matches(name, left_out)
+    }
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+def has_experts(model_config: PretrainedConfig) -> bool:
+    return MIXTURE in (model_config.get_text_config().base_model_tp_plan or {}).values()
+
+
+def style_of(name: str, plan: dict[str, str]) -> str | None:
+    return next((style for pattern, style in plan.items() if matches(name, [pattern])), None)
+
+
+def split_layers(base: nn.Module, plan: dict[str, str]) -> dict[str, tuple[nn.Module, str]]:
+    """Name -> (linear layer, style) of each layer whose matrix is split."""
+    styles = {name: style_of(name, plan) for name, _ in base.named_modules()}
+    return {n: (base.get_submodule(n), style) for n, style in styles.items() if style in SPLIT}
 
 
 def check_tensor_parallel(
@@ -52,34 +72,43 @@ def check_tensor_parallel(
     """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
     if tp == 1:
         return
-    if lora is not None and lora.rank:
+    if lora is not None and lora.rank and ("experts" in lora.targets or lora.quantize != "none"):
         raise ValueError(
-            f"--tp={tp} does not split adapters; take --tp 1 with "
-            f"--actors.policy.lora.rank={lora.rank}"
+            f"--tp={tp} splits no adapters on experts and no quantized model; take --tp 1, or "
+            "--actors.policy.lora.targets without experts and no --actors.policy.lora.quantize"
         )
-    config, plan = model_config.get_text_config(), tp_plan(model_config)
-    if problem := problem_of(plan, model_config):
+    config, base = model_config.get_text_config(), on_meta(model_config).base_model
+    if problem := problem_of(tp_plan(model_config), base):
         raise ValueError(
             f"--tp={tp}: {problem.format(f'a {config.model_type} model')}; take --tp 1"
         )
     sizes = {name: getattr(config, name, None) or config.num_attention_heads for name in DIVIDED}
+    for name, (layer, style) in split_layers(base, tp_plan(model_config)).items():
+        width = layer.out_features if style == "colwise" else layer.in_features
+        assert isinstance(width, int)
+        sizes[f"{name.rpartition('.')[2]} width"] = width
     common = math.gcd(*sizes.values())
     if common % tp:
-        actual = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        actual = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % tp)
         fits = max(n for n in range(1, tp) if common % n == 0)
         raise ValueError(f"--tp={tp} must divide the model's {actual}; try --tp {fits}")
+    if has_experts(model_config):
+        from rl_core.models.parallel.expert_parallel import check_experts_divide
+
+        check_experts_divide(tp, model_config, "tp")
 
 
-def problem_of(plan: dict[str, str], model_config: PretrainedConfig) -> str | None:
+def problem_of(plan: dict[str, str], base: nn.Module) -> str | None:
     """Reason why the matrices of {} cannot be split by this plan, or None."""
     if not plan:
         return "{} has no plan in transformers"
-    if unknown := sorted(set(plan.values()) - STYLES.keys()):
+    if unknown := sorted({*plan.values()} - {*SPLIT, PARTIAL}):
         return f"{{}} splits layers as {unknown[0]}, which rl_core does not support"
-    layers = on_meta(model_config).base_model
-    names = (n.rpartition(".")[0] for n, _ in layers.named_parameters())
-    inside = [f"{name.rpartition('.')[0]}.*" for name in plan]  # Attention and MLP.
-    if left_out := [name for name in names if matches(name, inside) and not matches(name, plan)]:
+    if not any("att" in name for name in plan):
+        return "the plan for {} splits no attention, so that --ep divides as much"
+    readers = [f"{name.rpartition('.')[0]}.*" for name in split_layers(base, plan)]
+    names = (name.rpartition(".")[0] for name, _ in base.named_parameters())
+    if left_out := [name for name in names if matches(name, readers) and not matches(name, plan)]:
         return (
             f"the plan for {{}} leaves out {left_out[0]}, whose gradient would cover only a rank's "
             "heads"
@@ -129,37 +158,54 @@ class TensorParallelPolicy(Policy):
         """Splits the model; tied weights stay tied. Returns the dimension by which FSDP splits a
         parameter over the other ranks of a replica."""
         self.mesh, hf = mesh["tp"], self.hf
-        split = partial(parallelize_module, device_mesh=self.mesh, src_data_rank=None)
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
-        plan = {name: style() for name, key in tp_plan(hf.config).items() if (style := STYLES[key])}
-        # Each rank has the same unsharded weights, or none yet, so nothing is sent.
-        split(hf.base_model, parallelize_plan=plan)
-        readers = [name.rpartition(".")[0] for name in plan]  # Attention and MLP.
-        for name, module in hf.base_model.named_modules():
-            if matches(name, readers):
-                module.register_forward_pre_hook(partial(share_input, self.mesh), with_kwargs=True)
-        split(embedding, parallelize_plan=RowwiseParallel(input_layouts=Replicate()))
+        plan = tp_plan(hf.config)
+        # Modules whose gradients are sums over ranks. A list of modules would be submodules.
+        self.partial = [m for n, m in hf.base_model.named_modules() if style_of(n, plan) == PARTIAL]
+        layers = split_layers(hf.base_model, plan)
+        for layer, style in layers.values():
+            self.split_layer(layer, style)
+        for name in {name.rpartition(".")[0] for name in layers}:  # Attention and MLP.
+            reader = hf.base_model.get_submodule(name)
+            reader.register_forward_pre_hook(partial(share_input, self.mesh), with_kwargs=True)
+        self.split_module(embedding, RowwiseParallel(input_layouts=Replicate()))
         if head is not None and is_tied:
             head.weight = embedding.weight
         elif head is not None:  # fused_logprobs() computes its product.
-            weight = distribute_tensor(head.weight, self.mesh, [Shard(0)], src_data_rank=None)
-            head.weight = nn.Parameter(weight)
-        return partial(split_again, num_parts=mesh["dp_shard_cp"].size())
+            head.weight = self.split_weight(head.weight, 0)
+        experts = []
+        if has_experts(hf.config):
+            from rl_core.models.parallel.expert_parallel import split_experts
+
+            experts = split_experts(hf, self.mesh)
+        of_experts = {weight for module in experts for weight in module.parameters()}
+        return partial(split_again, mesh["dp_shard_cp"].size(), of_experts)
+
+    def split_layer(self, layer: nn.Module, style: str) -> None:
+        self.split_module(layer, SPLIT[style]())
+
+    def split_module(self, module: nn.Module, style: ParallelStyle) -> None:
+        # Each rank has the same unsharded weights, or none yet, so nothing is sent.
+        parallelize_module(module, self.mesh, style, src_data_rank=None)
+
+    def split_weight(self, weight: Tensor, dim: int) -> nn.Parameter:
+        split = distribute_tensor(weight, self.mesh, [Shard(dim)], src_data_rank=None)
+        return nn.Parameter(split, weight.requires_grad)
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         self.finish_gradients()
         return super().gradient_norm(grads)
 
     def finish_gradients(self) -> None:
-        """Sums the gradients of replicated weights that act on a rank's heads: norms of queries or
-        keys. Called once per optimizer step; every other gradient is complete."""
-        plan = tp_plan(self.hf.config)
-        patterns = [f"{name}.*" for name, style in plan.items() if style == PARTIAL]
+        """Sums the gradients of replicated weights that act on a rank's share: norms of queries or
+        keys, halves of adapters. Called once per optimizer step; every other gradient is
+        complete."""
         grads = []
-        for name, parameter in self.hf.base_model.named_parameters():
-            if parameter.grad is not None and matches(name, patterns):
-                grads.append(cast(DTensor, parameter.grad).to_local())
+        for module in self.partial:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    grads.append(cast(DTensor, parameter.grad).to_local())
         if not grads:
             return
         total = torch.cat([grad.flatten() for grad in grads])
@@ -182,10 +228,16 @@ def share_input(
     return args, kwargs | {"hidden_states": shared(kwargs["hidden_states"])}
 
 
-def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
+def split_again(
+    num_parts: int, experts: set[nn.Parameter], parameter: nn.Parameter
+) -> Shard | None:
     """The dimension that FSDP splits over `num_parts` ranks; None: rows. DTensor misplaces rows
     that are split unevenly over tp and again over other ranks. Raises ValueError if no dimension
     can be split."""
+    if parameter in experts:
+        from rl_core.models.parallel import expert_parallel
+
+        return expert_parallel.split_again(parameter, num_parts)
     if not isinstance(parameter, DTensor) or parameter.shape[0] % parameter.device_mesh.size() == 0:
         return None
     if parameter.placements[0] != Shard(0) or num_parts == 1:
