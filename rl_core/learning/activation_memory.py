@@ -55,7 +55,7 @@ def block_bytes(size: Widths, w: int, tp: int) -> float:
     outputs of experts. w: bytes of a number in the compute dtype."""
     norms, attention = 2 * (4 + 2 * w) * size.hidden, 2 * w * (size.queries + size.keys)
     of_experts = 2 * w * size.chosen * size.hidden
-    return norms + of_experts + (attention + 4 * w * size.intermediate) / tp
+    return norms + (of_experts + attention + 4 * w * size.intermediate) / tp
 
 
 def activation_bytes(size: Widths, w: int, tp: int, recomputes: bool) -> float:

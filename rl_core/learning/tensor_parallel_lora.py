@@ -33,14 +33,14 @@ class TensorParallelAdapterPolicy(TensorParallelPolicy, AdapterPolicy):
         base = layer.get_base_layer()
         if style == "colwise":
             super().split_layer(base, style)
-            split, whole, dim = layer.lora_B, layer.lora_A, 0
+            split, replicated, dim = layer.lora_B, layer.lora_A, 0
         else:
             self.split_module(base, RowwiseParallel(output_layouts=Partial()))
             layer.register_forward_hook(partial(add_up, self.mesh))
-            split, whole, dim = layer.lora_A, layer.lora_B, 1
-        for name, each in whole.items():
-            whole[name] = LocalLinear(each.get_parameter("weight"))
-            self.partial.append(whole[name])
+            split, replicated, dim = layer.lora_A, layer.lora_B, 1
+        for name, each in replicated.items():
+            replicated[name] = LocalLinear(each.get_parameter("weight"))
+            self.partial.append(replicated[name])
         for name, each in split.items():
             split[name] = LocalLinear(self.split_weight(each.get_parameter("weight"), dim))
 

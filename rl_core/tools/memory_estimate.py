@@ -110,6 +110,8 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     if size.adapters and not actor.lora_base:
         of_linear = NF4_BYTES if actor.lora.quantize == "nf4" else w
         frozen = of_linear * size.linear + w * (size.total - size.linear)
+    if size.adapters:  # Ranks of tp split one of an adapter's two matrices.
+        trained *= (mesh.tp + 1) / 2
     weights = (4 * trained + frozen) / shards
     moments = state_bytes(config.optim.name) * trained / shards
     while_sampling, while_learning = learner.offload == "none", learner.offload != "always"

@@ -187,6 +187,7 @@ TWO_RANKS = {
         "--rollout_ranks 1",
     ),
     "tp": (f"{PPO} --algo.kl_coef 0.1", "--tp 2"),
+    "tp, shared": (f"{SHARED} --algo.kl_coef 0.1", "--tp 2"),
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
 }
 COMPARED = (

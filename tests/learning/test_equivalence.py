@@ -432,7 +432,7 @@ CASES = {
         ("mixed", "forest"),
         "qwen3_moe",
         layouts=MOE["layouts"],
-        meshes=("dp", "cp", "replicas"),
+        meshes=EVERY,
     ),
     "qwen2_5_vl": Case("", ("pictures",), "qwen2_5_vl", layouts=SEEN, meshes=("dp", "replicas")),
     "one image": Case("", ("one picture",), "qwen2_5_vl", layouts=("",), meshes=("dp",)),
@@ -537,7 +537,7 @@ CASES = {
         for model in TWO_RANKS
     },
     "replay": Case(
-        REPLAY, ("replayed",), "mixtral", layouts=MOE["layouts"][:3], meshes=("dp", "cp")
+        REPLAY, ("replayed",), "mixtral", layouts=MOE["layouts"][:3], meshes=("dp", "cp", "tp")
     ),
 }
 # A case with the samples of most is one of its loss: forests in microbatches have all that others

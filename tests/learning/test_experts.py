@@ -320,14 +320,15 @@ def test_a_run_with_split_experts_learns_as_one_rank_does(family, tmp_path):
     sizes = (
         "--max_prompt_tokens 24 --max_tokens 12 --tasks_per_step 4 --group_size 4 --num_steps 10"
     )
-    replay, learned = "--optim.lr 1e-3 --actors.policy.router_replay true", {}
-    for ranks, ep in ((1, ""), (2, "--ep auto")):
-        out = kit.run(tmp_path / f"of_{ranks}", *flags, sizes, replay, ep, ranks=ranks)
+    replay, learned = "--optim.lr 1e-3 --actors.policy.router_replay true", []
+    for ranks, split in ((1, ""), (2, "--ep auto"), (2, "--tp 2")):
+        out = kit.run(tmp_path / f"run{split}", *flags, sizes, replay, split, ranks=ranks)
         rows = [row for row in kit.steps(out) if "learn/policy/grad_norm" in row]
         # The engine samples with the newest experts.
         assert max(row["learn/policy/mismatch_kl_nats_max"] for row in rows) < 1e-6
-        learned[ranks] = kit.weights(out)
-    assert_same(learned[2], learned[1])
+        learned.append(kit.weights(out))
+    assert_same(learned[1], learned[0])
+    assert_same(learned[2], learned[0])
 
 
 @pytest.mark.parametrize(

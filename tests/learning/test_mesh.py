@@ -170,7 +170,7 @@ SAVED = [
     ("muon", 14, "hsdp 2 x tp 2"),
     ("qwen3_moe", 14, "ep 2 x dp 2"),
     ("gpt_oss", 14, "ep 4"),
-    ("glm4_moe", 14, "hsdp 2 x tp 2"),
+    ("qwen3_moe", 14, "tp 2 x dp 2"),
     ("biased adapters", 14, "tp 2 x dp 2"),
 ]
 ALL = [
@@ -614,7 +614,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
             r"--tp=3 must divide .*num_attention_heads=8, num_key_value_heads=4, .*try --tp 2",
         ),
         (8, "qwen3", {}, r"num_key_value_heads=4.*try --tp 4"),
-        (2, "llama", {"intermediate_size": 77}, r"intermediate_size=77.*try --tp 1"),
+        (2, "llama", {"intermediate_size": 77}, "gate_proj width=77.*try --tp 1"),
         (2, "gpt2", {}, r"--tp=2: a gpt2 model has no plan in transformers; take --tp 1"),
         (
             2,
@@ -625,9 +625,13 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
         (
             2,
             "qwen3_moe",
-            {},
-            r"--tp=2: a qwen3_moe model splits layers as .*, which rl_core does not support; take --tp 1",
+            {"num_local_experts": 3},
+            "--tp=2 must divide the model's 3 experts; try --tp 1",
         ),
+        (2, "glm4_moe", {"use_qk_norm": True}, "a glm4_moe model leaves out layers.*q_norm"),
+        (2, "deepseek_v3", LATENT, "--tp=2: the plan for a deepseek_v3 model splits no attention"),
+        (2, "gpt_oss", {}, "--tp=2: a gpt_oss model has no plan in transformers; take --tp 1"),
+        (2, "qwen3_5_moe_text", LINEAR, "qwen3_5_moe_text model splits layers as colwise_gather_o"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arch, change, message):
@@ -636,8 +640,9 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
         "num_key_value_heads": 4,
         "intermediate_size": 96,
         "vocab_size": 104,
+        "num_hidden_layers": 2,
     }
-    config = AutoConfig.for_model(arch, hidden_size=64, **(sizes | change))
+    config = AutoConfig.for_model(arch, hidden_size=64, **(EXPERTS | sizes | change))
     check_tensor_parallel(1, config)
     with pytest.raises(ValueError, match=message):
         check_tensor_parallel(tp, config)
@@ -693,13 +698,12 @@ def test_an_embedding_in_the_plan_changes_nothing():
     check_tensor_parallel(2, config)
 
 
-def test_adapters_are_not_split():
-    config = AutoConfig.for_model(
-        "qwen3", num_attention_heads=8, num_key_value_heads=4, intermediate_size=96
-    )
-    check_tensor_parallel(2, config, LoraConfig())
-    with pytest.raises(ValueError, match=r"--tp=2 does not split adapters; take --tp 1"):
-        check_tensor_parallel(2, config, LoraConfig(rank=4))
+@pytest.mark.parametrize("option", [{"targets": "all-linear,experts"}, {"quantize": "nf4"}])
+def test_adapters_that_tp_cannot_split_are_refused(option):
+    config = AutoConfig.for_model("qwen3_moe", **SMALL | EXPERTS)
+    check_tensor_parallel(2, config, LoraConfig(rank=4))
+    with pytest.raises(ValueError, match="--tp=2 splits no adapters on experts and no quantized"):
+        check_tensor_parallel(2, config, LoraConfig(rank=4, **option))
 
 
 def gather_without_warnings(ranks: Ranks) -> list:

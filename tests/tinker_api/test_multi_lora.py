@@ -386,6 +386,7 @@ def test_adapters_that_cannot_be_trained_are_refused(lora, asked, match):
     "flags, says",
     [
         ("--ep 2", "--ep 2: the server splits no models"),
+        ("--tp 2", "--tp 2: the server splits no models"),
         ("--max_rank 0", "--max_rank 0 must be above 0"),
         ("--port 65536", "--port from 0 to 65535"),
         ("--max_context_tokens 1", "--max_context_tokens must be 2 or more"),

@@ -226,8 +226,8 @@ class SameTokens(Dispatch):
     ) -> tuple[Tensor, Tensor, Tensor]:
         shared = []
         for value in (hidden_TD, weights_TK):  # Each rank has a part of their gradients.
-            whole = DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
-            shared.append(whole.to_local(grad_placements=[Partial()]))
+            copy = DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
+            shared.append(copy.to_local(grad_placements=[Partial()]))
         return shared[0], chosen_TK, shared[1]
 
     def to_ranks(self, sums_ND: Tensor) -> Tensor:
