@@ -11,6 +11,7 @@ import ast
 import atexit
 import dataclasses
 import functools
+import gc
 import importlib
 import io
 import json
@@ -392,6 +393,7 @@ def start_server() -> None:
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,
     )
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import rl_core
     from rl_core import trainer
@@ -406,6 +408,10 @@ def start_server() -> None:
         ):  # Not installed here; without gRPC a client raises ValueError.
             importlib.import_module(module.name)
     torch.set_num_threads(1)
+    get_checkpoint_conversion_mapping("qwen3")  # Patterns of all models are compiled once.
+    # Else each forked process looks through all of this, and copies it, for 0.3 s.
+    gc.collect()
+    gc.freeze()
     server = ForkServer()
 
 
