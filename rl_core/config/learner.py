@@ -1,10 +1,13 @@
 """Flags of the learner and its optimizer."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from rl_core.config.flag_parsing import Section
 from rl_core.flags import AtLeast1, Count, Fraction, NotNegative, flag
+
+WSD_DECAY_FRAC = 0.2
 
 
 @dataclass(kw_only=True)
@@ -26,6 +29,22 @@ class OptimConfig(Section, prefix="optim."):
     init_from: str | None = flag(
         None, "run or checkpoint whose optimizer state a new run starts from"
     )
+
+    def lr_at(self, step: float, num_steps: int) -> float:
+        """The learning rate of an update that starts `step` (a fraction for later minibatches) of
+        num_steps. wsd: constant until the last fifth of the run, then linear (Hu et al. 2024,
+        arXiv:2404.06395, section 4)."""
+        warmup = self.warmup_steps or self.warmup_frac * num_steps
+        if step < warmup:
+            return self.lr * (step + 1) / (warmup + 1)
+        done = (step - warmup) / max(1, num_steps - warmup)
+        heights = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "wsd": min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * max(1, num_steps))),
+        }
+        return self.lr * (self.min_lr_frac + (1 - self.min_lr_frac) * heights[self.schedule])
 
 
 PARTS = ("vision", "projector", "language")  # Of a model that sees.

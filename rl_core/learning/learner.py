@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.
 MAX_NONFINITE = 3  # Maximum of skipped updates in a row.
-WSD_DECAY_FRAC = 0.2
 
 Metrics = dict[str, Metric]
 # (config, batch, logprobs or scores) -> losses of its tokens or pairs, and metrics whose values are
@@ -246,7 +245,7 @@ class Learner:
         if not math.isfinite(grad_norm) and not is_done:
             metrics = self.skip(metrics, grad_norm, step)
         elif not is_done:
-            lr = learning_rate(self.config.optim, step, self.config.num_steps)
+            lr = self.config.optim.lr_at(step, self.config.num_steps)
             self.apply(lr)
             metrics |= {"grad_norm": Mean(grad_norm), "lr": Mean(lr)}
             metrics["updates"] = count_once(self.ranks)
@@ -433,20 +432,3 @@ class Learner:
 def mean_of(values: Tensor) -> Mean:
     """Mean over tokens or pairs. Its value is still on the device."""
     return Mean(values.detach().sum(), values.numel())
-
-
-def learning_rate(config: OptimConfig, step: float, num_steps: int) -> float:
-    """The learning rate of an update that starts `step` (a fraction for later minibatches) of
-    num_steps. wsd: constant until the last fifth of the run, then linear (Hu et al. 2024,
-    arXiv:2404.06395, section 4)."""
-    warmup = config.warmup_steps or config.warmup_frac * num_steps
-    if step < warmup:
-        return config.lr * (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, num_steps - warmup)
-    heights = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "wsd": min(1.0, (num_steps - step) / (WSD_DECAY_FRAC * max(1, num_steps))),
-    }
-    return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * heights[config.schedule])

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 from rl_core.config import OptimConfig
-from rl_core.learning.learner import learning_rate
 from rl_core.learning.muon import is_block_matrix, muon, newton_schulz
 from rl_core.learning.optimizers import parameter_groups
 from rl_core.models.loading import on_meta
@@ -291,11 +290,9 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
 )
 def test_the_rate_warms_up_and_ends_at_its_floor(schedule, rates):
     config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=3, min_lr_frac=0.1)
-    assert [
-        learning_rate(config, step, 20) for step in (0, 1, 2, 3, 12, 16, 19, 20)
-    ] == pytest.approx(rates)
+    assert [config.lr_at(step, 20) for step in (0, 1, 2, 3, 12, 16, 19, 20)] == pytest.approx(rates)
 
 
 def test_the_warm_up_may_be_a_fraction_of_the_run():
     config = OptimConfig(lr=2.0, warmup_frac=0.15)
-    assert [learning_rate(config, step, 20) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert [config.lr_at(step, 20) for step in range(5)] == [0.5, 1.0, 1.5, 2.0, 2.0]
