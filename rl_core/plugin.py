@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 RunState: TypeAlias = "Trainer"  # Plugins read it, and call its methods.
 
 
+class NoEpisodes(Exception):
+    """Raised by refill() on all ranks if the run ends without the step that has begun."""
+
+
 class Plugin:
     """Hooks that the trainer calls around the steps of a run. Every rank has the same plugins and
     calls their hooks in the same order, so that hooks may use collectives.
@@ -51,8 +55,12 @@ class Plugin:
         the step."""
 
     async def refill(self, groups: list[Group]) -> list[Group]:
-        """This rank's further groups of the step."""
+        """This rank's further groups of the step. May raise NoEpisodes."""
         return []
+
+    def progress(self) -> str:
+        """The progress of a step's episodes for the terminal, instead of their number."""
+        return ""
 
     async def on_episodes(self, step: int, name: str, trajectories: list[Trajectory]) -> None:
         """Called with the episodes of a step or an evaluation. `name`: `step 7`, or
@@ -89,7 +97,7 @@ class Plugin:
         """Called with the metrics of an evaluation, which are equal on all ranks."""
 
     async def give_up(self) -> None:
-        """Called before the run ends with an error because too many episodes failed."""
+        """Called before the run ends within a step: too many episodes failed, or there are none."""
 
     async def files(self, scratch: Path) -> list[Path]:
         """Further files of a checkpoint, which may be written into the folder `scratch`. Rank 0

@@ -35,6 +35,7 @@ from rl_core.distributed import Ranks, barrier, explain_timeouts
 from rl_core.learners import make_learners
 from rl_core.learning.options import step_samples
 from rl_core.metrics import Max, Mean, Metric, add_metrics
+from rl_core.plugin import NoEpisodes
 from rl_core.run.display.report_file import write_report
 from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
@@ -108,7 +109,13 @@ class Trainer:
         """Runs all remaining steps."""
         await self.start()
         while self.step < self.config.num_steps and not self.ended_by:
-            metrics = await self.train_step()
+            try:
+                metrics = await self.train_step()
+            except NoEpisodes:  # A signal ends a run with --online that has no rated sessions.
+                self.metrics = {}
+                self.log_metrics()  # Ranks agree on the signal.
+                await self.call("give_up")
+                break
             # The terminal and trackers write the line of the step, then Evaluation evaluates,
             # Signals may end the run, and the Checkpointer saves.
             await self.call("after_step", self.step, metrics)

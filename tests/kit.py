@@ -456,8 +456,14 @@ class RanksProcess:
         file = Path(f"{self.out}.{kind}")
         return file.read_text(errors="replace") if file.exists() else ""
 
+    def ask_to_end(self) -> None:
+        """Sends SIGTERM to every rank, as torchrun does. Without their launcher they would be
+        killed."""
+        ranks = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        end_all(set(map(int, ranks)), signal.SIGTERM)
+
     def signal(self, number: int) -> None:
-        """To every rank, and to their launcher if it is SIGKILL."""
+        """Sends a signal to every rank and to their launcher."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 

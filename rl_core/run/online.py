@@ -22,8 +22,9 @@ from rl_core.distributed import SIGNAL_RECEIVED
 from rl_core.environments.agents.online import OnlineServer
 from rl_core.environments.agents.rollout import AgentRollout, Endpoints, rewards_of
 from rl_core.environments.agents.sessions import TICK_S, OnlineSession, Scorer, Sessions
+from rl_core.errors import counted
 from rl_core.metrics import Sum
-from rl_core.plugin import Plugin, RunState
+from rl_core.plugin import NoEpisodes, Plugin, RunState
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.env import Env
 from rl_core.sampling.groups import Group, make_group
@@ -32,6 +33,7 @@ from rl_core.types import JSONObject, Message, RunError, Task, counter_seed
 ADMIN_KEY = "RL_CORE_ADMIN_KEY"  # Environment variable of the admin key.
 KEY_FILE = "admin_key"  # In the run's folder, for its user alone, if the variable is not set.
 POLL_S = 0.05
+STEP, NO_STEP = 1, 2  # What the writer's rank sets in the store for each step.
 DRAIN_S = 30.0  # After a signal, turns that are sampled have this time.
 
 
@@ -111,8 +113,10 @@ class Online(Plugin):
         step, ranks = self.trainer.step, self.trainer.ranks
         begun = f"online/{step}"
         if self.server is None:
-            while not ranks.number(begun):  # noqa: ASYNC110  (set by another process)
+            while not (what := ranks.number(begun)):  # noqa: ASYNC110  (set by another process)
                 await asyncio.sleep(POLL_S)
+            if what == NO_STEP:
+                raise NoEpisodes
             return []
         sessions = self.server.sessions
         while (chosen := self.source.take(step, is_last=False)) is None:
@@ -120,13 +124,30 @@ class Online(Plugin):
                 raise RunError(f"an engine died and cannot be started again: {sessions.fatal}")
             if ranks.number(SIGNAL_RECEIVED):
                 await self.drain()
-                chosen = self.source.take(step, is_last=True)
+                if (chosen := self.source.take(step, is_last=True)) is None:
+                    ranks.set_number(begun, NO_STEP)
+                    raise NoEpisodes
                 break
             await asyncio.sleep(POLL_S)
         if not ranks.rollout_ranks:
             sessions.gate.clear()
-        ranks.set_number(begun, 1)
-        return [self.group(number, each) for number, each in enumerate(chosen or ())]
+        ranks.set_number(begun, STEP)
+        return [self.group(number, each) for number, each in enumerate(chosen)]
+
+    def progress(self) -> str:
+        """See Plugin. For example: 3 of 8 sessions rated, 2 open, 1 left out (no reward came)."""
+        if self.server is None:
+            return ""
+        config, sessions = self.trainer.config, self.server.sessions
+        num_open, num_rated = sessions.num_open, len(sessions.rated)
+        wanted = counted(config.tasks_per_step * config.group_size, "session")
+        facts = [f"{num_rated} of {wanted} rated", f"{num_open} open"]
+        if num_waiting := len(sessions.live) - num_open - num_rated:
+            facts.append(f"{num_waiting} ended without a reward yet")
+        for reason, num in sessions.counts.items():
+            if reason != "started":
+                facts.append(f"{num} left out ({reason})")
+        return ", ".join(facts)
 
     async def drain(self) -> None:
         """Takes no further request, and waits for turns that are sampled and sessions that are

@@ -25,6 +25,7 @@ from rl_core.environments.env_file import load_env
 from rl_core.run.online import scorer_of
 from rl_core.run.running_baseline import RunningBaseline
 from rl_core.sampling.actor import EpisodeActors
+from rl_core.sampling.engine import EngineDied
 from rl_core.types import SamplingParams, Trajectory
 
 ADMIN = "sk-admin-of-these-tests"
@@ -89,7 +90,7 @@ async def opened(folder, *replies, env=None, judge="", step=0, **flags):
     await sessions.restore(server, step)
     await server.start()
     try:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             yield Client(server.address, http, ""), sessions
     finally:
         await server.close()
@@ -115,6 +116,18 @@ async def short_key(client, sessions):
 
 async def task_that_is_no_text(client, sessions):
     return await refused_start(client, sessions, task_id=["t"])
+
+
+async def misspells_the_task(client, sessions):
+    return await client.post("/rl/start_session", {"task": "t"}, ADMIN)
+
+
+async def misspells_the_reward(client, sessions):
+    return await rates_with(client, sessions, rewards=1)
+
+
+async def misspells_the_info(client, sessions):
+    return await (await client.start()).post("/rl/end_session", {"inf": 1})
 
 
 async def full(client, sessions):
@@ -212,6 +225,9 @@ REFUSALS = {
     bound_to_the_admin: 409,
     short_key: 400,
     task_that_is_no_text: 400,
+    misspells_the_task: 400,
+    misspells_the_reward: 400,
+    misspells_the_info: 400,
     full: 429,
     rates_nothing: 400,
     rates_by_text: 400,
@@ -232,7 +248,8 @@ async def test_each_route_refuses_what_it_must(case, tmp_path):
     async with opened(tmp_path, max_sessions=3, wait_s=0, reward_s=60) as (client, sessions):
         answer = await case(client, sessions)
         assert answer.status_code == REFUSALS[case], answer.text
-        assert answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
+        assert ("did you mean" if "misspells" in case.__name__ else " ") in message
         assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
 
 
@@ -401,6 +418,71 @@ async def test_a_reward_may_come_after_the_end(tmp_path):
         assert not sessions.rated
         await mine.rate(1)
         assert [t.reward for t in await rated(sessions)] == [1]
+
+
+async def test_hostile_clients_neither_hinder_nor_rate_others(tmp_path):
+    async with opened(tmp_path) as (client, sessions):
+        mine, hostile = await client.start(task_id="mine"), await client.start(task_id="hostile")
+        first = await mine.say("a")
+
+        async def status(path, body, key):
+            try:
+                return (await client.post(path, body, key)).status_code
+            except httpx.TransportError:  # Strangers are turned away.
+                return 401
+
+        reward = {"reward": -1, "interaction_id": first["id"]}
+        guesses = [f"sk-sess-{number:032d}" for number in range(300)]
+        asked = [status("/rl/set_reward", reward, key) for key in guesses]
+        asked += [status("/rl/end_session", {}, key) for key in guesses]
+        assert {*await asyncio.gather(*asked)} == {401}
+        flood = [status("/rl/set_reward", reward, hostile.key) for _ in range(300)]
+        flood += [status("/rl/start_session", {}, hostile.key) for _ in range(300)]
+        huge = "a" * 40_000_000
+        flood += [status("/rl/set_reward", {"reward": 1, "text": huge}, hostile.key)]
+        flood += [status("/rl/end_session", {"info": huge}, hostile.key)]
+        messages = [{"role": "user", "content": huge}]
+        flood += [status("/v1/chat/completions", {"messages": messages}, hostile.key)]
+        *of_flood, rated_status, ended_status, asked_status = await asyncio.gather(*flood)
+        assert {*of_flood} <= {401, 404, 429}
+        assert (rated_status, ended_status, asked_status) == (413, 413, 400)
+        await mine.say("a", "one", "b")
+        await mine.rate(1)
+        await mine.end()
+        [trajectory] = await rated(sessions)
+        assert (trajectory.task_id, trajectory.reward, len(trajectory.turns)) == ("mine", 1, 2)
+        assert sessions.live[1].is_open
+
+
+@pytest.mark.parametrize("starts_again", [True, False])
+async def test_an_engine_that_dies_is_started_again_in_the_middle(starts_again, tmp_path):
+    async with opened(tmp_path) as (client, sessions):
+        mine = await client.start()
+        await mine.say("a")
+        engine = sessions.live[0].players["policy"].engine
+        generate = engine.generate
+
+        async def die(*args, **kwargs):
+            raise EngineDied("gone")
+
+        async def wake(*args):
+            engine.generate = generate if starts_again else die
+            if not starts_again:
+                raise EngineDied("its port is taken")
+
+        engine.generate, engine.wake = die, wake
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "one"}, *HI]
+        asked = {"model": "m", "messages": messages}
+        failed = await mine.post("/v1/chat/completions", asked)
+        assert failed.status_code == 502 and "send the request again" in failed.text
+        assert (sessions.fatal is None) == starts_again
+        if starts_again:
+            again = await mine.post("/v1/chat/completions", asked)
+            assert again.json()["choices"][0]["message"]["content"] == "two"
+            await mine.rate(1)
+            await mine.end()
+            [trajectory] = await rated(sessions)
+            assert [turn.completion.text for turn in trajectory.turns] == ["one", "two"]
 
 
 async def play_to_be_restored(client, sessions):

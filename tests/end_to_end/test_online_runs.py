@@ -26,6 +26,7 @@ class Killed:
     def __init__(self, out: Path, model: str, num_sessions: int, num_ranks: int):
         self.out, self.num_ranks, self.url = out, num_ranks, ""
         flags = f"--online --online.port 0 --tasks_per_step {PER_STEP} --save_every 1 {SIZES}"
+        flags += f" --online.min_sessions {PER_STEP}"  # Of the step after a signal too.
         flags += f" --num_steps {num_sessions // PER_STEP} --max_staleness 100000 --resume"
         self.flags = words(flags, "--model", model, "--out", out)
         self.num_answered, self.processes = 0, []
@@ -46,7 +47,10 @@ class Killed:
 
     async def kill(self, number: int) -> None:
         await self.find()
-        self.process.signal(number)
+        if number == signal.SIGKILL:
+            self.process.signal(number)
+        else:
+            self.process.ask_to_end()
         is_gone = lambda: self.process.poll() is not None and not is_alive(self.process.pid)  # noqa: E731
         await asyncio.to_thread(wait_until, is_gone, "the run has ended")
         self.start()
@@ -65,6 +69,8 @@ class Killed:
             headers["x-stainless-retry-count"] = str(number + 1)
             await asyncio.sleep(0.1)
             await self.find()
+            if self.process.poll() == 0:  # It has trained a session whose client got no answer.
+                return httpx.Response(410)
         raise AssertionError("no answer")
 
 
@@ -154,6 +160,62 @@ def test_every_rated_session_is_trained_once_however_often_the_run_is_killed(
     assert last["step"] == num_sessions // PER_STEP
     written = [run.out, *(Path(f"{each.out}.stdout").parent for each in run.processes)]
     assert not keys_in(written), "a key stands in a file"
+
+
+# Name -> (flags, ranks, tasks of the rated sessions, tasks of each step).
+STEPS = {
+    "groups": ("--tasks_per_step 1 --group_size 2", 1, "abcab", ["aa", "bb"]),
+    "by the clock": (
+        "--tasks_per_step 9 --online.step_minutes 0.02 --online.min_sessions 3",
+        1,
+        "abc",
+        ["abc"],
+    ),
+    "of an engine's rank": ("--tasks_per_step 2 --rollout_ranks 1", 2, "abcd", ["ab", "cd"]),
+    "none": ("--tasks_per_step 2 --online.min_sessions 2", 2, "a", []),
+}
+
+
+def steps_of(out: Path) -> list[dict]:
+    return steps(out) if (out / "metrics.jsonl").exists() else []
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_have_rated_sessions_and_a_signal_makes_no_empty_one(case, tiny_model, tmp_path):
+    flags, num_ranks, tasks, expected = STEPS[case]
+    out = tmp_path / "run"
+    flags = f"--online --online.port 0 --save_every 0 {SIZES} {flags}"
+    run = RanksProcess(
+        num_ranks,
+        "-m",
+        "rl_core.train",
+        *words(flags, "--model", tiny_model, "--out", out),
+        env={"RL_CORE_ADMIN_KEY": ADMIN},
+    )
+    wait_until(lambda: "open at" in run.text("stdout") or run.poll(), "the run is open", 120)
+    assert run.poll() is None, run.why()
+    with httpx.Client(
+        base_url=re.search(r"open at (\S+),", run.text("stdout"))[1], timeout=120
+    ) as http:
+        for number, task in enumerate(tasks):
+            key = {"Authorization": f"Bearer sk-session-of-client-{number:05d}"}
+            body = {"task_id": task, "api_key": f"sk-session-of-client-{number:05d}"}
+            admin = {"Authorization": f"Bearer {ADMIN}"}
+            http.post("/rl/start_session", headers=admin, json=body).raise_for_status()
+            asked = {"model": "any", "messages": [{"role": "user", "content": "1"}]}
+            http.post("/v1/chat/completions", headers=key, json=asked).raise_for_status()
+            http.post("/rl/set_reward", headers=key, json={"reward": number}).raise_for_status()
+            http.post("/rl/end_session", headers=key).raise_for_status()
+        wait_until(lambda: len(steps_of(out)) == len(expected), "the steps are done", 120)
+    run.ask_to_end()
+    assert run.wait(120) == 128 + signal.SIGTERM, run.why()
+    assert "ended by SIGTERM" in run.text("stdout"), run.why()
+    files = sorted((out / "rollouts").glob("step_*.zst"))
+    played = ["".join(sorted(row["task_id"] for row in trajectories(file))) for file in files]
+    assert [tasks for tasks in played if tasks] == expected
+    assert len(steps_of(out)) == len(expected)
+    saved = sorted(each.name for each in (out / "checkpoints").glob("step_*"))
+    assert saved == [f"step_{len(expected):06d}"] * bool(expected)
 
 
 def keys_in(folders: list[Path]) -> list[Path]:

@@ -39,8 +39,8 @@ class SessionSource:
         return [group for group in groups if len(group) >= least]
 
     def take(self, step: int, is_last: bool) -> list[list[OnlineSession]] | None:
-        """The groups of a step, or None if it has to wait. `is_last`: the run ends, and takes what
-        there is. Leaves out sessions whose tokens are too old."""
+        """The groups of a step, or None if there are too few sessions. `is_last`: the run ends,
+        and takes what there is. Leaves out sessions whose tokens are too old."""
         online, most = self.config.online, self.config.tasks_per_step
         for session in self.sessions.rated:
             if step - session.oldest_version > self.config.max_staleness:
@@ -49,7 +49,7 @@ class SessionSource:
         is_due = is_last or 0 < 60 * online.step_minutes <= waited_s
         groups = self.groups(is_due)
         if len(groups) < most and not (is_due and sum(map(len, groups)) >= online.min_sessions):
-            return [] if is_last else None
+            return None
         for session in (each for group in groups[:most] for each in group):
             self.sessions.take(session, step + 1)
         return groups[:most]

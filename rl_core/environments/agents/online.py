@@ -21,12 +21,14 @@ from rl_core.environments.agents.endpoint import (
 )
 from rl_core.environments.agents.requests import Refusal
 from rl_core.environments.agents.sessions import OnlineSession, Sessions
+from rl_core.errors import nearest
 from rl_core.http_guard import is_key
 from rl_core.types import JSON, JSONObject
 
 # Fewest characters of a key that a client chooses.
 MIN_KEY = 16
 MAX_TASK_ID = 200
+MAX_BYTES = 1 << 20  # Of a body that is no request to the model.
 Answer = Callable[[web.Request], Awaitable[JSONObject]]
 
 
@@ -88,7 +90,7 @@ class OnlineServer(EndpointServer):
             text = "the API key is not the run's admin key"
             raise Refusal(text, status=401, code="invalid_api_key")
         self.admit(http, self.admin)
-        body = parsed(await body_of(http, self.admin))
+        body = await fields_of(http, self.admin, "task_id", "api_key")
         task_id = checked_text(body, "task_id", MAX_TASK_ID) or "session"
         key = checked_text(body, "api_key", MAX_TASK_ID) or f"sk-sess-{secrets.token_urlsafe(24)}"
         if len(key) < MIN_KEY:
@@ -100,15 +102,26 @@ class OnlineServer(EndpointServer):
 
     async def set_reward(self, http: web.Request) -> JSONObject:
         session = self.session_of(http)
-        body = parsed(await body_of(http, session))
+        body = await fields_of(http, session, "reward", "text", "interaction_id")
         session.rate(body.get("reward"), body.get("text"), body.get("interaction_id"))
         return {}
 
     async def end_session(self, http: web.Request) -> JSONObject:
         session = self.session_of(http)
-        body = await body_of(http, session)
-        session.end(parsed(body).get("info") if body else None)
+        session.end((await fields_of(http, session, "info")).get("info"))
         return {}
+
+
+async def fields_of(http: web.Request, endpoint: Endpoint, *known: str) -> JSONObject:
+    """The body's fields; an empty body has none. Raises Refusal for an unknown field."""
+    data = await body_of(http, endpoint)
+    if len(data) > MAX_BYTES:
+        raise Refusal(f"the body has more than {MAX_BYTES:,} bytes", status=413)
+    body = parsed(data or b"{}")
+    for name in body:
+        if name not in known:
+            raise Refusal(f"{name[:80]!r} is not a field of {http.path}; {nearest(name, known)}")
+    return body
 
 
 def checked_text(body: JSONObject, name: str, max_chars: int) -> str:

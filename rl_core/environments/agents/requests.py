@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rl_core.data.image_parts import image_part, is_image_part
 from rl_core.data.images import URL_FIX, image_of
+from rl_core.errors import near_name
 from rl_core.json_limits import check_value
 from rl_core.types import JSON, JSONObject, Message
 
@@ -42,6 +43,7 @@ MAX_PIXELS = 500_000_000
 # Pixels that the images of the request which is read may still have.
 PIXELS_LEFT = ContextVar("PIXELS_LEFT", default=MAX_PIXELS)
 PIECE_CHARS = 4096  # Length of a piece of a stream.
+NEAR = 0.9  # Similarity of a misspelt field to the field that was meant.
 FIELD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,39}")
 
 # Keywords of a JSON schema that hold schemas -> by name, in a list, or (None) one or a list.
@@ -81,7 +83,8 @@ class Refusal(Exception):
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Fields:
     """Top-level fields of a dialect's requests, sorted by their effect. A field that is not listed
-    counts as decided, since clients send extras of many vendors."""
+    counts as decided, since clients send extras of many vendors, unless it is spelled almost like
+    a listed one."""
 
     used: str
     harmless: str  # Fields on which no reply depends: billing, caches, labels, a vendor's tools.
@@ -89,14 +92,18 @@ class Fields:
     refused: Mapping[str, str] = field(default_factory=dict)  # more than REFUSED
 
     def overridden_in(self, body: JSONObject) -> list[str]:
-        """Fields of a request that the run decides. Raises Refusal for a refused field."""
+        """Fields of a request that the run decides. Raises Refusal for a refused or misspelt
+        field."""
         ignored = {*self.used.split(), *self.harmless.split()}
-        overridden = []
+        known, overridden = ignored.union(self.decided.split()), []
         for name, value in body.items():
             if name in ignored or value is None or value == NEUTRAL.get(name):
                 continue
             fix = self.refused.get(name) or REFUSED.get(name)
             if fix is None:
+                near = near_name(name, known, NEAR) if name not in known else None
+                if near and len(name) >= 7:
+                    raise Refusal(f"{name!r} is not a field; did you mean {near!r}?")
                 overridden.append(checked_name(name))
             elif value:
                 raise Refusal(f"{name} is not supported; {fix}")

@@ -45,7 +45,8 @@ class Panel(Terminal):
             # If the store's rank has ended, the run notices that elsewhere.
             with suppress(RuntimeError):
                 done, num_groups, more = self.groups_of_step()
-                doing.append(f"{done}/{num_groups} groups{more}")
+                groups = f"{done}/{num_groups} groups{more}"
+                doing += [progress() for progress in trainer.hooks("progress")] or [groups]
         doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
         above, facts = results(self.metrics, config.trained, config.is_rl), []
         if len(above) == 1:

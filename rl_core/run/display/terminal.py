@@ -87,13 +87,17 @@ class Terminal(Plugin):
             self.telling.cancel()
 
     async def tell_progress(self) -> None:
-        """Prints the progress of a long rollout, every PROGRESS_S."""
-        trainer = self.trainer
+        """Prints the progress of a long rollout, every PROGRESS_S. A run with --online may wait
+        for hours, and prints changes alone."""
+        trainer, said = self.trainer, ""
         while True:
             await asyncio.sleep(PROGRESS_S)
             is_long = time.monotonic() - trainer.phase_began >= PROGRESS_S
             if is_long and trainer.config.is_rl and trainer.phase in ("generate", "eval"):
-                self.show(self.rollout_progress())
+                line = self.rollout_progress()
+                if line != said or not trainer.config.online.on:
+                    self.show(line)
+                said = line
 
     async def before_step(self, step: int) -> None:
         self.num_before = self.trainer.worker.num_awaited[""]
@@ -107,6 +111,8 @@ class Terminal(Plugin):
                 num_done, num_groups = worker.progress(label)
                 played.append(f"{label}: {num_done:,} of {counted(num_groups, 'task')}")
             return "  ".join(played) or f"eval at step {trainer.step}"
+        for progress in trainer.hooks("progress"):
+            return f"step {trainer.step + 1}: {progress()}"
         num_done, num_groups, more = self.groups_of_step()
         size = trainer.config.group_size
         played = f"{num_done * size:,} of {counted(num_groups * size, 'episode')}"

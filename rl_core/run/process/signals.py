@@ -52,6 +52,9 @@ class SignalHandler(Plugin):
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
         self._end_after_signal()
 
+    async def give_up(self) -> None:
+        self._end_after_signal()
+
     def _end_after_signal(self) -> None:
         if number := self.trainer.signal:
             name = signal.Signals(number).name

@@ -58,7 +58,7 @@ class Checkpointer(Plugin):
             await self.save()
 
     async def give_up(self) -> None:
-        """Saves the learned weights before too many failures end the run."""
+        """Saves the learned weights before the run ends within a step."""
         if self.trainer.step > self.trainer.first_step:
             await self.save()
 

@@ -71,7 +71,10 @@ class RunFiles(Plugin):
         self.write_end({})
 
     async def after_step(self, step: int, metrics: dict[str, float]) -> None:
-        number = self.trainer.signal
+        await self.give_up()
+
+    async def give_up(self) -> None:
+        step, number = self.trainer.step, self.trainer.signal
         self.write_end({"step": step, "signal": signal.Signals(number).name} if number else {})
 
     def write_end(self, end: JSONObject) -> None:
