@@ -46,7 +46,7 @@ class Panel(Terminal):
             with suppress(RuntimeError):
                 done, num_groups, more = self.groups_of_step()
                 groups = f"{done}/{num_groups} groups{more}"
-                doing += [progress() for progress in trainer.hooks("progress")] or [groups]
+                doing.append(self.own_progress() or groups)
         doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
         above, facts = results(self.metrics, config.trained, config.is_rl), []
         if len(above) == 1:

@@ -111,12 +111,16 @@ class Terminal(Plugin):
                 num_done, num_groups = worker.progress(label)
                 played.append(f"{label}: {num_done:,} of {counted(num_groups, 'task')}")
             return "  ".join(played) or f"eval at step {trainer.step}"
-        for progress in trainer.hooks("progress"):
-            return f"step {trainer.step + 1}: {progress()}"
+        if progress := self.own_progress():
+            return f"step {trainer.step + 1}: {progress}"
         num_done, num_groups, more = self.groups_of_step()
         size = trainer.config.group_size
         played = f"{num_done * size:,} of {counted(num_groups * size, 'episode')}"
         return f"step {trainer.step + 1}: {played}{more}"
+
+    def own_progress(self) -> str:
+        """The progress that a plugin tells instead of the number of episodes, or ""."""
+        return "".join(plugin.progress() for plugin in self.trainer.plugins)
 
     def groups_of_step(self) -> tuple[int, int, str]:
         """(complete, awaited) groups of this step, and a note on replaced groups."""
