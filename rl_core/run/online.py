@@ -113,9 +113,9 @@ class Online(Plugin):
         step, ranks = self.trainer.step, self.trainer.ranks
         begun = f"online/{step}"
         if self.server is None:
-            while not (what := ranks.number(begun)):  # noqa: ASYNC110  (set by another process)
+            while not (decision := ranks.number(begun)):  # noqa: ASYNC110  (set by another process)
                 await asyncio.sleep(POLL_S)
-            if what == NO_STEP:
+            if decision == NO_STEP:
                 raise NoEpisodes
             return []
         sessions = self.server.sessions

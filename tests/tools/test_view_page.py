@@ -28,6 +28,7 @@ from view_parts import (
     write_step,
 )
 
+from rl_core.environments.agents.session_files import append
 from rl_core.run.saving.run_files import write_trajectories
 from rl_core.tools.view import main
 from rl_core.tools.viewer import report as report_module
@@ -527,6 +528,27 @@ def test_images_of_a_run_are_thumbnails_and_nothing_else_is_an_image(
     assert "data:image/jpeg;base64," not in (tmp_path / "report.html").read_text()
 
 
+def write_session(folder: Path, number: int, *states: str) -> None:
+    """Appends the events of a session of a run with --online up to the last state."""
+    done = {
+        "token_ids": [1],
+        "logprobs": [-0.5],
+        "text": f"{number} {HOSTILE}",
+        "finish_reason": "stop",
+    }
+    events = {
+        "open": {"event": "start", "number": number, "task_id": "sum"},
+        "replied": {"event": "reply", "completions": [done | {"policy_version": 2}]},
+        "waiting": {"event": "end"},
+        "rated": {"event": "rated", "reward": 0.75},
+        "left out": {"event": "left_out", "reason": "no reward came"},
+    }
+    file = folder / f"rollouts/sessions/{number:06d}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    for state in states:
+        append(file, {"time": 1e9} | events[state])
+
+
 def test_a_live_run_updates_by_itself(game, serve, page_of):
     import fcntl
 
@@ -546,6 +568,15 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         count(page, "48 of 48")
         page.get_by_label("Search in texts").fill("high 0")
         count(page, "12 of 48")
+        write_session(game, 0, "open", "replied", "left out")
+        write_session(game, 1, "open")
+        page.get_by_role("link", name="Sessions").click()
+        has(page, "#sessions tbody tr:first-child td", ["open", "-", "0", "", "sum", "", ""])
+        write_session(game, 1, "replied", "waiting", "rated")
+        row = ["rated", "0.75", "1", "2", "sum", re.compile("^1 x"), ""]
+        has(page, "#sessions tbody tr:first-child td", row)
+        has(page, "#sessions p", "1 rated, 1 left out")
+        page.get_by_role("link", name="Conversations").click()
         # By a run that was resumed.
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3)[:2] * 8)
         count(page, "24 of 48")
@@ -758,6 +789,7 @@ def test_axe_finds_no_fault(screen, game, serve, page_of, tmp_path):
         json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)
     ]
     (game / "warnings.jsonl").write_text("".join(hint))  # more than fit
+    write_session(game, 0, "open", "replied", "waiting", "rated")
     other = tmp_path / "other"
     shutil.copytree(game, other)
     page = page_of(serve(game, other), screen, bypass_csp=True)  # axe is put into the page
@@ -782,7 +814,7 @@ def test_axe_finds_no_fault(screen, game, serve, page_of, tmp_path):
     page.wait_for_selector("#tip:visible")
     picture(page, tmp_path, f"talks_{screen}")
     assert not faults_of(page)
-    for name in ("Conversations", "Tasks", "Configuration", "Runs", "Curves"):
+    for name in ("Conversations", "Tasks", "Sessions", "Configuration", "Runs", "Curves"):
         page.get_by_role("link", name=name, exact=True).click()
         picture(page, tmp_path, f"{name}_{screen}")
         assert name == "Conversations" or not faults_of(page), name

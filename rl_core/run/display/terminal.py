@@ -89,15 +89,15 @@ class Terminal(Plugin):
     async def tell_progress(self) -> None:
         """Prints the progress of a long rollout, every PROGRESS_S. A run with --online may wait
         for hours, and prints changes alone."""
-        trainer, said = self.trainer, ""
+        trainer, last = self.trainer, ""
         while True:
             await asyncio.sleep(PROGRESS_S)
             is_long = time.monotonic() - trainer.phase_began >= PROGRESS_S
             if is_long and trainer.config.is_rl and trainer.phase in ("generate", "eval"):
                 line = self.rollout_progress()
-                if line != said or not trainer.config.online.on:
+                if line != last or not trainer.config.online.on:
                     self.show(line)
-                said = line
+                last = line
 
     async def before_step(self, step: int) -> None:
         self.num_before = self.trainer.worker.num_awaited[""]
@@ -119,7 +119,7 @@ class Terminal(Plugin):
         return f"step {trainer.step + 1}: {played}{more}"
 
     def own_progress(self) -> str:
-        """The progress that a plugin tells instead of the number of episodes, or ""."""
+        """The progress that a plugin shows instead of the number of episodes, or ""."""
         return "".join(plugin.progress() for plugin in self.trainer.plugins)
 
     def groups_of_step(self) -> tuple[int, int, str]:

@@ -68,24 +68,27 @@ function show() {
   VIEWS[view]();
 }
 
+const MAX_SESSIONS = 500; // Rows of the table, which is drawn again with each change.
 // The table of a run's sessions (--online), the newest first.
 function showSessions() {
   const rows = runs.flatMap((run) => (run.sessions ?? []).map((session) => ({ run, ...session }))).reverse();
   const counts = [...groupsOf(rows, ({ state }) => state.split(/ in |:/)[0])].map(([state, all]) => `${all.length} ${state}`);
+  if (rows.length > MAX_SESSIONS) counts.push(`the first ${MAX_SESSIONS} are shown`);
   $("#sessions p").textContent = rows.length ? counts.join(", ") : "No sessions yet. The page updates by itself.";
+  const column = (name, of) => ({ name, isLeft: true, of, node: (row) => el("span", { class: "said", title: of(row) }, of(row)) });
   const columns = [
     { name: "session", of: (row) => row.number },
-    { name: "state", isLeft: true, of: (row) => row.state },
-    { name: "reward", of: (row) => row.reward, node: ({ reward }) => (reward === null ? "-" : short(reward)) },
+    { ...column("state", (row) => row.state), node: ({ state }) => state },
+    { name: "reward", of: (row) => row.reward },
     { name: "replies", of: (row) => row.replies },
-    { name: "versions", of: (row) => row.versions.at(-1), node: ({ versions }) => versions.join(", ") },
-    { name: "task", isLeft: true, of: (row) => row.task },
-    { name: "last reply", isLeft: true, of: (row) => row.last_reply },
-    { name: "feedback", isLeft: true, of: (row) => row.feedback.join(" / ") },
+    { name: "versions", of: (row) => row.versions.at(-1), node: ({ versions }) => unique([versions[0], versions.at(-1)]).join(" to ") },
+    column("task", (row) => row.task),
+    column("last reply", (row) => row.last_reply),
+    column("feedback", (row) => row.feedback.join(" / ")),
   ];
   redraw($("#sessions"), () => {
     const table = sortable($("#sessions table"), columns, rows, params().get("sort") ?? "", (sort) => go({ sort }));
-    table.fill(table.sorted);
+    table.fill(table.sorted.slice(0, MAX_SESSIONS));
   });
 }
 
