@@ -4,6 +4,7 @@ made once, whichever of pytest's workers needs them first."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -18,6 +19,9 @@ import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
+
+# All that is imported and collected stays. Garbage is looked for once tests begin.
+gc.disable()
 
 # Set before torch is imported: tiny models gain nothing from more threads, and parallel ranks share
 # the cores.
@@ -82,6 +86,7 @@ def pytest_collection_finish(session):
         import kit
 
         kit.start_server()
+    gc.enable()
 
 
 # Continuous integration names the reasons for which a test may be skipped there. Any other skip

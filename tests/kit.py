@@ -538,17 +538,6 @@ def answer(functions: dict[str, Any]) -> None:
     close_ranks(ranks)
 
 
-def start_torchrun(
-    num_ranks: int,
-    *args: str | Path,
-    flags: Sequence[str] = ("--standalone",),
-) -> subprocess.Popen:
-    """A real torchrun in a separate session, with pipes for its output, in which Ctrl-C works. It
-    takes seconds to import everything on each rank."""
-    module = ("-m", "torch.distributed.run")
-    return start_process(*module, *flags, f"--nproc_per_node={num_ranks}", *args)
-
-
 def start_process(*args: str | Path) -> subprocess.Popen:
     """This Python with these arguments."""
     env = program_env() | {"PYTHONUNBUFFERED": "1"}

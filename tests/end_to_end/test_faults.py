@@ -23,7 +23,6 @@ from kit import (
     kill_session,
     run,
     run_ranks,
-    start_torchrun,
     wait_until,
     weights,
     words,
@@ -51,7 +50,7 @@ def fork_agent(*args, before: str) -> ForkedProcess:
 
 @pytest.fixture
 def start(tiny_model, tmp_path):
-    """start(code of the reward function, *flags, by=start_torchrun) -> a run on two ranks, once
+    """start(code of the reward function, *flags, by=fork_torchrun) -> a run on two ranks, once
     both have scored an episode."""
     started = []
 
@@ -245,7 +244,7 @@ def test_a_hanging_hook_fails_the_run_on_both_ranks(
     process = start(
         "time.sleep(1000 if os.environ['RANK'] == '1' else 0)",
         "--rollout.hook_timeout_s 2",
-        by=start_torchrun,
+        by=fork_torchrun,
     )
     errors = errors_of(process)
     assert "reward_fn() ran longer than 2 s" in the_error(errors)

@@ -201,7 +201,8 @@ def test_an_interrupt_saves_when_the_step_is_done(is_in_evaluation, config_of, t
             interrupt(step)
 
     held_out = [{"prompt": "held out"}] * 400 if is_in_evaluation else None
-    config = config_of("run", num_steps=1000, eval_every=2 * is_in_evaluation)
+    flags = {"eval_every": 2 * is_in_evaluation, "eval": {"samples": 0}}
+    config = config_of("run", num_steps=1000, **flags)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
