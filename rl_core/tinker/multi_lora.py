@@ -289,7 +289,13 @@ class MultiLora:
                 if self.family is None:
                     raise ValueError("the base model reads text alone; leave images out")
                 images.append(image_in_bytes(chunk.data))
-                parts.append(np.asarray(self.family.expand(images[-1]), np.int64))
+                tokens, num = self.family.expand(images[-1]), chunk.expected_tokens
+                if num is not None and num != len(tokens):
+                    raise ValueError(
+                        f"the model reads an image of {images[-1].width} x {images[-1].height} "
+                        f"pixels as {len(tokens)} tokens; expected_tokens is {num}"
+                    )
+                parts.append(np.asarray(tokens, np.int64))
             else:
                 self.check_ids(chunk, "the model input")
                 parts.append(chunk.astype(np.int64))

@@ -6,9 +6,14 @@ A request of a model or a sampler is answered with a promise, whose result the c
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
+import sys
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -19,8 +24,8 @@ from rl_core.http_guard import (
     HttpError,
     HttpServer,
     is_key,
+    parse_json,
     read_body,
-    read_json,
 )
 from rl_core.tinker.queue import Promise
 from rl_core.tinker.tenants import Tenants
@@ -35,6 +40,7 @@ from rl_core.tinker.wire import (
     Retrieve,
     Sample,
     SamplingSession,
+    SavedPath,
     SaveForSampler,
     SaveWeights,
     read_forward_backward,
@@ -42,19 +48,25 @@ from rl_core.tinker.wire import (
 )
 from rl_core.types import JSONObject
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES, MAX_JSON_BYTES = 64 << 20, 16 << 20
+# Larger bodies are parsed in a thread; of a tenant so many are read and parsed at once.
+SMALL_BYTES, MAX_LARGE = 1 << 16, 4
 MAX_CONNECTIONS = 2048  # Of a key.
 KEEP_ALIVE_S = 60.0  # Seconds between signs of life to other ranks.
 # Flags that the client asks for. Others keep the client's defaults.
 CLIENT_CONFIG = {"sample_max_concurrent_requests": 512, "fwdbwd_max_chunk_len": 1024}
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 TENANT = web.RequestKey("tenant", str)
+V = TypeVar("V")
 
 
 class TinkerServer:
     def __init__(self, tenants: Tenants, keys: dict[str, str]):
         """`keys`: of each tenant."""
         self.tenants, self.keys = tenants, keys
+        self.large: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(MAX_LARGE)
+        )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.identify])
         t = tenants
         app.add_routes(
@@ -119,16 +131,36 @@ class TinkerServer:
         """The handler of requests with a promise."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            asked = read_request(kind, await read_json(request))
-            return answer(submit(request[TENANT], asked))
+            return answer(submit(request[TENANT], await self.read(request, kind)))
 
         return handler
+
+    async def parsed(self, request: web.Request, parse: Callable[[bytes], V]) -> V:
+        """parse(body) of a request, in a thread if the body is large."""
+        if (request.content_length or math.inf) <= SMALL_BYTES:
+            return parse(await read_body(request))
+        async with self.large[request[TENANT]]:
+            body = await read_body(request)
+            return await asyncio.to_thread(parse, body)
+
+    async def read(self, request: web.Request, kind: type[R]) -> R:
+        """The request of this kind in a JSON body."""
+
+        def parse(body: bytes) -> R:
+            if len(body) > MAX_JSON_BYTES:
+                raise HttpError(413, f"the body is larger than {MAX_JSON_BYTES} bytes")
+            try:
+                value = parse_json(body)
+            except ValueError as error:
+                raise HttpError(400, f"the body is not JSON: {error}") from None
+            return read_request(kind, value)
+
+        return await self.parsed(request, parse)
 
     async def forward_backward(self, request: web.Request) -> web.StreamResponse:
         if request.content_type != PROTOBUF:
             raise HttpError(415, f"forward_backward reads {PROTOBUF}, as tinker 0.38.0 sends it")
-        body = await read_body(request)
-        asked = read_forward_backward(body)
+        asked, body = await self.parsed(request, lambda body: (read_forward_backward(body), body))
         return answer(self.tenants.forward_backward(request[TENANT], asked, body))
 
     async def client_config(self, request: web.Request) -> web.StreamResponse:
@@ -157,7 +189,7 @@ class TinkerServer:
         return web.json_response({"supported_models": [model]})
 
     async def create_session(self, request: web.Request) -> web.StreamResponse:
-        await read_json(request)
+        await read_body(request)
         session = self.tenants.create_session(request[TENANT])
         message = "saved weights stay until you delete them: ttl_seconds is ignored"
         return web.json_response(
@@ -165,7 +197,7 @@ class TinkerServer:
         )
 
     async def heartbeat(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(OfSession, await read_json(request))
+        asked = await self.read(request, OfSession)
         self.tenants.session(request[TENANT], asked.session_id)
         return web.json_response({"type": "session_heartbeat"})
 
@@ -176,11 +208,11 @@ class TinkerServer:
         return web.json_response({})
 
     async def info(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(OfModel, await read_json(request))
+        asked = await self.read(request, OfModel)
         return web.json_response(self.tenants.info(request[TENANT], asked.model_id))
 
     async def unload(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(OfModel, await read_json(request))
+        asked = await self.read(request, OfModel)
         tenant = request[TENANT]
         self.tenants.unload(self.tenants.find_model(tenant, asked.model_id))
         promise = self.tenants.promises.add(tenant, f"{asked.model_id}:unload")
@@ -188,9 +220,8 @@ class TinkerServer:
         return answer(promise)
 
     async def weights_info(self, request: web.Request) -> web.StreamResponse:
-        path = (await read_json(request)).get("tinker_path", "")
-        saved = self.tenants.saved_facts
-        _, facts = await asyncio.to_thread(saved, request[TENANT], str(path))
+        asked, saved = await self.read(request, SavedPath), self.tenants.saved_facts
+        _, facts = await asyncio.to_thread(saved, request[TENANT], asked.tinker_path)
         lora = facts["lora"]
         parts = {name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")}
         return web.json_response(
@@ -198,7 +229,7 @@ class TinkerServer:
         )
 
     async def create_sampler(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(SamplingSession, await read_json(request))
+        asked = await self.read(request, SamplingSession)
         entry = await self.tenants.create_sampler(request[TENANT], asked)
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": entry.id}
@@ -210,7 +241,7 @@ class TinkerServer:
         return web.json_response(facts | {"model_path": entry.path or None})
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
-        asked = read_request(Retrieve, await read_json(request))
+        asked = await self.read(request, Retrieve)
         promises = self.tenants.promises
         result = await promises.wait(promises.find(request[TENANT], asked.request_id))
         if isinstance(result, bytes):
@@ -219,7 +250,7 @@ class TinkerServer:
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """Cancels samples. Other requests run: those behind them wait for them."""
-        asked = read_request(Retrieve, await read_json(request))
+        asked = await self.read(request, Retrieve)
         promise = self.tenants.promises.find(request[TENANT], asked.request_id)
         if promise.task is not None:
             promise.task.cancel()
@@ -237,7 +268,9 @@ def answer(promise: Promise) -> web.Response:
     return web.json_response({"request_id": promise.request_id, **promise.facts})
 
 
-async def serve(tenants: Tenants, keys: dict[str, str], host: str, port: int) -> None:
+async def serve(
+    tenants: Tenants, keys: dict[str, str], key_file: Path, host: str, port: int
+) -> None:
     """Serves until SIGINT or SIGTERM. Raises OSError, and RunError if ranks cannot continue."""
     stopped, lora = asyncio.Event(), tenants.lora
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -248,8 +281,11 @@ async def serve(tenants: Tenants, keys: dict[str, str], host: str, port: int) ->
     working.add_done_callback(lambda _: stopped.set())
     port = await server.http.listen(host, port)
     print(f"TINKER_BASE_URL=http://{host}:{port}", flush=True)
-    for name, key in keys.items():
-        print(f"TINKER_API_KEY={key}  # {name}", flush=True)
+    if sys.stdout.isatty():
+        for name, key in keys.items():
+            print(f"TINKER_API_KEY={key}  # {name}", flush=True)
+    else:  # A log, which others may read.
+        print(f"keys: {key_file}", flush=True)
     while not stopped.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(stopped.wait(), KEEP_ALIVE_S)

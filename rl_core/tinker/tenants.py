@@ -50,9 +50,11 @@ PATH = re.compile(
     r"tinker://([0-9a-f-]{36}:train:\d{1,19})/(weights|sampler_weights)/"
     r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})"
 )
-MAX_SESSIONS = 1000  # Of a tenant; the one silent for longest ends.
+MAX_SESSIONS = 100  # Of a tenant; the one silent for longest ends.
+MAX_SAMPLERS = 10_000  # Sampling sessions of a session; the oldest is forgotten.
 SILENT_S = 300.0  # A session without a heartbeat for so long leaves its models to others.
-MAX_SAMPLES = 16384  # Sequences of a tenant that wait.
+# Tokens of a tenant's sequences that wait, and what each sequence counts in addition.
+MAX_SAMPLED_TOKENS, SEQUENCE_TOKENS = 32 << 20, 1024
 RESTARTED = "the server restarted, or the session ended: begin a new session from saved weights"
 
 
@@ -62,6 +64,13 @@ class ClientSession:
     tenant: str
     heard_s: float = field(default_factory=time.monotonic)
     samplers: dict[str, SamplerEntry] = field(default_factory=dict)
+
+    def add(self, entry: SamplerEntry) -> SamplerEntry:
+        """The sampler of this id, which is `entry` unless there was one."""
+        added = self.samplers.setdefault(entry.id, entry)
+        while len(self.samplers) > MAX_SAMPLERS:
+            del self.samplers[next(iter(self.samplers))]
+        return added
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -100,9 +109,12 @@ def read_keys(file: Path, names: list[str]) -> dict[str, str]:
                 "tml-..."
             )
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    scratch = file.with_name(f".{file.name}.tmp")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w") as opened:
         opened.writelines(f"{name} {key}\n" for name, key in keys.items())
+    os.replace(scratch, file)
     return keys
 
 
@@ -115,14 +127,23 @@ def folder_of(out: Path, tenant: str, path: str) -> Path:
 
 
 class Tenants:
-    def __init__(self, lora: MultiLora, sampler: SnapshotSampler, model: str, out: Path):
+    def __init__(
+        self,
+        lora: MultiLora,
+        sampler: SnapshotSampler,
+        model: str,
+        out: Path,
+        num_tenants: int = 1,
+    ):
         self.lora, self.sampler, self.model, self.out = lora, sampler, model, out
+        self.num_models = len(lora.learners) - 1  # Without SCRATCH.
+        self.max_models = max(1, self.num_models - num_tenants + 1)  # Of a tenant.
         self.promises = Promises()
         self.turns = Turns(self.promises, self.drop_gradients)
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, Model] = {}
         self.logprob_lanes: dict[str, Lane] = {}  # By tenant.
-        self.num_sampling: Counter[str] = Counter()  # Tenant -> sequences.
+        self.sampled_tokens: Counter[str] = Counter()  # By tenant, of sequences that wait.
 
     # Sessions
 
@@ -171,15 +192,17 @@ class Tenants:
                 self.lora.call("drop_gradients", name=model.learner)
 
     def add_model(self, session: ClientSession, number: int, lora: Lora) -> Model:
-        """A model with a free learner. Raises Refused if there is none."""
+        """A model with a free learner. Raises Refused if there is none for this tenant."""
+        held = [m for m in self.models.values() if m.session.tenant == session.tenant]
         used = {model.learner for model in self.models.values()}
         free = [name for name in self.lora.learners if name not in used and name != SCRATCH]
-        if not free:
-            oldest = min(self.models.values(), key=lambda model: model.session.heard_s)
+        if not free or len(held) >= self.max_models:
+            may_end = held if len(held) >= self.max_models else self.models.values()
+            oldest = min(may_end, key=lambda model: model.session.heard_s)
             if time.monotonic() - oldest.session.heard_s < SILENT_S:
                 raise Refused(
-                    f"all {len(used)} models of this server are in use (--max_models); end another "
-                    "session, or unload a model"
+                    f"a key may have {self.max_models} of this server's {self.num_models} models "
+                    "(--max_models), and these are in use; end another session, or unload a model"
                 )
             self.unload(oldest)
             free = [oldest.learner]
@@ -330,7 +353,7 @@ class Tenants:
 
             async def add() -> None:
                 await self.sampler.add(entry.id, tenant, weights, model.lora)
-                model.session.samplers[entry.id] = entry
+                model.session.add(entry)
 
             asyncio.run_coroutine_threadsafe(add(), loop).result()
             return answer | {"sampling_session_id": entry.id}
@@ -375,10 +398,8 @@ class Tenants:
         else:
             self.check_base(asked.base_model)
         sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
-        entry = SamplerEntry(
-            id=sampler_id, path=asked.model_path or "", is_base=not asked.model_path
-        )
-        return session.samplers.setdefault(sampler_id, entry)
+        path = asked.model_path or ""
+        return session.add(SamplerEntry(id=sampler_id, path=path, is_base=not path))
 
     def find_sampler(self, tenant: str, sampler_id: str) -> SamplerEntry:
         session = self.sessions.get(sampler_id.partition(":")[0])
@@ -409,22 +430,23 @@ class Tenants:
         entry = self.find_sampler(tenant, asked.sampling_session_id)
         if asked.seq_id in entry.known:
             return entry.known[asked.seq_id]
-        num = self.num_sampling[tenant] + asked.num_samples
-        if num > MAX_SAMPLES:
-            raise HttpError(429, f"{num} sequences wait; ask for fewer at once")
+        size = asked.num_tokens(self.lora.max_tokens) + asked.num_samples * SEQUENCE_TOKENS
+        waiting = self.sampled_tokens[tenant]
+        if waiting and waiting + size > MAX_SAMPLED_TOKENS:
+            raise HttpError(429, f"sequences of {waiting} tokens wait; ask for fewer at once")
         request_id = f"{entry.id}:{asked.seq_id}"
         promise = self.promises.add(tenant, request_id, entry.known, asked.seq_id)
         names = [f"{request_id}:{number}" for number in range(asked.num_samples)]
         promise.facts = {"sample_sequence_ids": names}
-        self.num_sampling[tenant] = num
+        self.sampled_tokens[tenant] += size
         promise.task = asyncio.ensure_future(self.sampled(tenant, entry, asked))
-        promise.task.add_done_callback(lambda _: self.end_sample(promise, asked.num_samples))
+        promise.task.add_done_callback(lambda _: self.end_sample(promise, size))
         return promise
 
-    def end_sample(self, promise: Promise, num_samples: int) -> None:
+    def end_sample(self, promise: Promise, size: int) -> None:
         task, promise.task = promise.task, None
         assert task is not None
-        self.num_sampling[promise.tenant] -= num_samples
+        self.sampled_tokens[promise.tenant] -= size
         if task.cancelled():
             result: Result | BaseException = Refused("the request was cancelled")
         else:
@@ -485,6 +507,6 @@ class Tenants:
 def check_optimizer(asked: OptimizerChoice) -> None:
     if asked.type != "adamw":
         raise ValueError(
-            f"optimizer {asked.type} is not supported; give AdamParams, and no optimizer to "
-            "create_lora_training_client"
+            f"optimizer {asked.type} is not supported, because its formula is not public; give "
+            "AdamParams, and no optimizer to create_lora_training_client"
         )

@@ -12,7 +12,7 @@ import binascii
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -97,7 +97,7 @@ def entry(value: int | memoryview) -> tuple[str, memoryview]:
 @dataclass(kw_only=True, slots=True)
 class ImageBytes:
     data: bytes
-    format: str  # Such as "png".
+    expected_tokens: int | None = None
 
 
 Chunk: TypeAlias = "np.ndarray | ImageBytes"  # Token ids, or an image.
@@ -149,7 +149,7 @@ def read_datum(message: memoryview) -> Datum:
     datum = Datum()
     for number, value in fields_of(message):
         if number == 1:
-            datum.chunks += map(read_chunk, [as_bytes(value)])
+            datum.chunks.append(read_chunk(as_bytes(value)))
         elif number == 2:
             name, content = entry(value)
             datum.inputs[name] = read_tensor(name, content)
@@ -162,14 +162,15 @@ def read_chunk(message: memoryview) -> Chunk:
         if number == 1:
             return array(parts.get(1, memoryview(b"")), np.dtype("<i4"))
         if number == 2:
-            data, kind = (parts.get(n, memoryview(b"")) for n in (1, 2))
-            return ImageBytes(data=bytes(as_bytes(data)), format=as_text(kind))
+            num = as_int(parts[3]) if 3 in parts else None
+            data = as_bytes(parts.get(1, memoryview(b"")))
+            return ImageBytes(data=bytes(data), expected_tokens=num)
     raise ValueError("a chunk of the model input is neither text nor an image")
 
 
 def read_tensor(name: str, message: memoryview) -> np.ndarray:
-    """The values of a dense tensor with one dimension."""
-    data, dtype, shape = memoryview(b""), 0, []
+    """The values of a dense tensor. Its shape is not read: they are one for each token."""
+    data, dtype = memoryview(b""), 0
     for number, value in fields_of(message):
         if number == 1:
             data = as_bytes(value)
@@ -177,22 +178,9 @@ def read_tensor(name: str, message: memoryview) -> np.ndarray:
             raise ValueError(f"{name} is sparse; give one value for each token")
         elif number == 3:
             dtype = as_int(value)
-        elif number == 4:
-            shape += [as_int(value)] if isinstance(value, int) else read_packed(value)
     if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype}; give float32 or int64")
-    values = array(data, DTYPES[dtype])
-    if shape and shape != [len(values)]:
-        raise ValueError(f"{name} has shape {shape}; give one value for each token")
-    return values
-
-
-def read_packed(data: memoryview) -> list[int]:
-    numbers, at = [], 0
-    while at < len(data):
-        number, at = read_varint(data, at)
-        numbers.append(as_int(number))
-    return numbers
+    return array(data, DTYPES[dtype])
 
 
 def varint(value: int) -> bytes:
@@ -328,10 +316,10 @@ class SamplingSession(OfSession):
 
 
 class InputChunk(ClientRequest):
-    type: Literal["encoded_text", "image"] = "encoded_text"
+    type: str = "encoded_text"
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = []
     data: str = ""
-    format: str = ""
+    expected_tokens: int | None = None
 
 
 class Prompt(ClientRequest):
@@ -345,9 +333,14 @@ class Prompt(ClientRequest):
                     data = base64.b64decode(chunk.data, validate=True)
                 except binascii.Error:
                     raise ValueError("the data of an image is not base64") from None
-                chunks.append(ImageBytes(data=data, format=chunk.format))
-            else:
+                chunks.append(ImageBytes(data=data, expected_tokens=chunk.expected_tokens))
+            elif chunk.type == "encoded_text":
                 chunks.append(np.asarray(chunk.tokens, np.int64))
+            else:
+                raise ValueError(
+                    f"chunks of type {chunk.type[:40]} are not supported; of an image give its "
+                    "bytes in an ImageChunk"
+                )
         return chunks
 
 
@@ -379,6 +372,11 @@ class Sample(ClientRequest):
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
 
+    def num_tokens(self, longest: int) -> int:
+        """Tokens of the prompt, an image's bytes among them, and of the longest samples."""
+        of_prompt = sum(len(chunk.tokens) + len(chunk.data) for chunk in self.prompt.chunks)
+        return of_prompt + self.num_samples * (self.sampling_params.max_tokens or longest)
+
     @model_validator(mode="before")
     @classmethod
     def refuse(cls, values: object) -> object:
@@ -386,6 +384,10 @@ class Sample(ClientRequest):
             if isinstance(values, dict) and values.get(name):
                 raise ValueError(f"{name} is not supported; leave it out")
         return values
+
+
+class SavedPath(ClientRequest):
+    tinker_path: Id
 
 
 class Retrieve(ClientRequest):

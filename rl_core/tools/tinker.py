@@ -73,16 +73,19 @@ def run(args: argparse.Namespace, config: Config) -> int:
         from rl_core.tinker.server import serve
         from rl_core.tinker.tenants import read_keys
 
-        keys = read_keys(Path(args.out) / "keys", split(args.tenants))
-        tenants = make_tenants(args, config, lora)
-        asyncio.run(serve(tenants, keys, args.host, args.port))
+        key_file = Path(args.out).resolve() / "keys"
+        keys = read_keys(key_file, split(args.tenants))
+        tenants = make_tenants(args, config, lora, len(keys))
+        asyncio.run(serve(tenants, keys, key_file, args.host, args.port))
     else:
         lora.follow()
     close_ranks(lora.ranks)
     return 0
 
 
-def make_tenants(args: argparse.Namespace, config: Config, lora: MultiLora) -> Tenants:
+def make_tenants(
+    args: argparse.Namespace, config: Config, lora: MultiLora, num_tenants: int = 1
+) -> Tenants:
     from transformers import AutoTokenizer
 
     from rl_core.data.pretrained import load_pretrained
@@ -102,7 +105,7 @@ def make_tenants(args: argparse.Namespace, config: Config, lora: MultiLora) -> T
         log=out / "engine.log",
         start_timeout_s=config.timeout_s,
     )
-    return Tenants(lora, sampler, args.model, out)
+    return Tenants(lora, sampler, args.model, out, num_tenants)
 
 
 def with_actors(config: Config, args: argparse.Namespace) -> Config:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
+from contextlib import contextmanager
 
+import kit
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_multi_lora import rows
 
+from rl_core.data.images import image_in_bytes
+from rl_core.data.vision_models import load_family
 from rl_core.tinker.server import TinkerServer
 from rl_core.tinker.tenants import read_keys
 from rl_core.tools.tinker import make_lora, make_tenants, read_flags
+from rl_core.types import TrainingSample, counter_seed
 
 tinker = pytest.importorskip("tinker", reason="tinker is not installed")
 from tinker import types  # noqa: E402
@@ -19,11 +27,10 @@ from tinker import types  # noqa: E402
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 
 
-@pytest.fixture(scope="module")
-def service(tiny_model, tmp_path_factory):
+@contextmanager
+def serving(model, out):
     """A client of a server in this process."""
-    out = tmp_path_factory.mktemp("tinker")
-    args, config = read_flags(["--model", str(tiny_model), "--out", str(out), "--max_models", "12"])
+    args, config = read_flags(["--model", str(model), "--out", str(out), "--max_models", "12"])
     tenants = make_tenants(args, config, make_lora(args, config))
     keys = read_keys(out / "keys", ["me"])
     loop, ready, ports = asyncio.new_event_loop(), threading.Event(), []
@@ -42,6 +49,12 @@ def service(tiny_model, tmp_path_factory):
         patch.setenv("TINKER_TELEMETRY", "0")
         url = f"http://127.0.0.1:{ports[0]}"
         yield tinker.ServiceClient(base_url=url, api_key=keys["me"])
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model, tmp_path_factory):
+    with serving(tiny_model, tmp_path_factory.mktemp("tinker")) as client:
+        yield client
 
 
 @pytest.fixture
@@ -176,3 +189,73 @@ def test_models_that_cannot_be_made_are_refused_by_name(service, tiny_model, opt
 def test_the_cookbooks_default_loss_is_refused_with_the_way_out(make_client):
     with pytest.raises(tinker.RequestFailedError, match="give loss_fn=importance_sampling"):
         make_client().forward_backward([datum(rows(1)[0])], "stable_reinforce").result()
+
+
+def image_chunk(num_tokens=None):
+    """A picture of 16 x 24 pixels: 2 x 3 tokens."""
+    pixels, file = np.random.RandomState(0).randint(0, 256, (16, 24, 3), np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=num_tokens)
+
+
+def text_chunk(ids):
+    return types.EncodedTextChunk(tokens=ids)
+
+
+def test_a_model_that_sees_learns_and_samples_as_in_runs(make_model, tmp_path):
+    path, image = make_model("qwen3_vl"), image_chunk(6)
+    before, after = [20, 21, 22], rows(1)[0]
+    family = load_family(str(path))
+    seen = image_in_bytes(image.data)
+    ids = [*before, *family.expand(seen), *after]
+    num = len(ids) - len(after)
+    own = kit.make_learner(
+        path, "--algorithm sft --actors.policy.lora.rank 32 --optim.lr 1e-2 --optim.max_grad_norm 0"
+    )
+    sample = TrainingSample(
+        token_ids=ids,
+        loss_mask=[False] * num + [True] * len(after),
+        rollout_logprobs=[0] * len(ids),
+        policy_versions=[0] * len(ids),
+        advantages=[0] * num + [1] * len(after),
+        images=(seen,),
+    )
+    weights = [0.0] * (num - 1) + [1 / len(after)] * len(after)
+    chunks = [text_chunk(before), image, text_chunk(after[:-1])]
+    inputs = {"target_tokens": [0] * (num - 1) + after, "weights": weights}
+    data = [types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)]
+    with serving(path, tmp_path) as service:
+        seed = counter_seed(0, "policy")  # A run's.
+        client = service.create_lora_training_client(
+            base_model=str(path), seed=seed, train_unembed=False
+        ).result()
+        for step in range(3):
+            want = own.step(own.shard([sample])[0], step)["loss"].value
+            assert learn(client, data).metrics["loss:sum"] == pytest.approx(want, abs=1e-5), step
+        sampler = client.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput(chunks=[text_chunk(before), image])
+        params = types.SamplingParams(max_tokens=5, seed=1, stop=[1000])
+        [sampled] = sampler.sample(prompt, 1, params).result().sequences
+        chunks = [*prompt.chunks, text_chunk(sampled.tokens[:-1])]
+        inputs = {"target_tokens": [0] * (num - 1) + sampled.tokens}
+        whole = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+        got = logprobs_of(client, [whole])[0][num - 1 :].tolist()
+        assert got == pytest.approx(sampled.logprobs, abs=1e-5)
+        wrong = types.ModelInput(chunks=[text_chunk(before), image_chunk(7)])
+        with pytest.raises(tinker.RequestFailedError, match="6 tokens; expected_tokens is 7"):
+            sampler.sample(wrong, 1, params).result()
+
+
+def test_images_for_a_model_that_reads_text_are_refused_by_name(service, make_client, tiny_model):
+    prompt = types.ModelInput(chunks=[text_chunk([8]), image_chunk(6)])
+    inputs = {"target_tokens": [9] * 7}
+    data = [types.Datum(model_input=prompt, loss_fn_inputs=inputs)]
+    with pytest.raises(tinker.RequestFailedError, match="reads text alone; leave images out"):
+        make_client().forward_backward(data, "cross_entropy").result()
+    base = service.create_sampling_client(base_model=str(tiny_model)).result()
+    params = types.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.RequestFailedError, match="reads text alone; leave images out"):
+        base.sample(prompt, 1, params).result()
+    pointer = types.ImageAssetPointerChunk(format="png", location="x.png", expected_tokens=6)
+    with pytest.raises(tinker.RequestFailedError, match="bytes in an ImageChunk"):
+        base.sample(types.ModelInput(chunks=[pointer]), 1, params).result()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import random
 import re
-import signal
-import subprocess
-import sys
+import socket
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import numpy as np
@@ -18,10 +18,12 @@ from peft import PeftModel
 from test_multi_lora import ADAM, LORA, read_output, rows
 from transformers import AutoModelForCausalLM
 
+from rl_core.tinker import queue
 from rl_core.tinker import tenants as tenants_module
 from rl_core.tinker.server import TinkerServer
 from rl_core.tinker.tenants import Tenants, read_keys
-from rl_core.tinker.wire import PROTOBUF, as_bytes, fields_of
+from rl_core.tinker.wire import PROTOBUF, as_bytes, fields_of, message, varint
+from rl_core.tools import tinker as command
 from rl_core.tools.cli import main
 from rl_core.tools.tinker import make_lora, make_tenants, read_flags
 
@@ -51,6 +53,7 @@ class Client:
         return await self.post("retrieve_future", {"request_id": promise["request_id"]})
 
     async def begin(self, **lora):
+        self.seq = 0
         self.session = (await self.post("create_session", {}))["session_id"]
         body = {"session_id": self.session, "model_seq_id": 0, "base_model": self.model}
         made = await self.result("create_model", body | {"lora_config": LORA | lora})
@@ -114,7 +117,7 @@ def serving(made, tiny_model, tmp_path):
 
     @asynccontextmanager
     async def serve():
-        tenants = Tenants(made.lora, made.sampler, str(tiny_model), tmp_path)
+        tenants = Tenants(made.lora, made.sampler, str(tiny_model), tmp_path, num_tenants=2)
         tenants.sampler.snapshots.clear()
         keys = read_keys(tmp_path / "keys", ["alice", "bob"])
         server = TinkerServer(tenants, keys)
@@ -259,11 +262,15 @@ async def test_a_failed_request_is_its_clients_alone(serving, monkeypatch):
         assert "outside of the vocabulary" in bad["error"]
         assert "earlier request" in (await alice.step("optim_step", **ADAM_STEP))["error"]
         assert await alice.learn() == await bob.learn(), "the step after it is the first"
-        third = Client(alice.http, "", "", alice.model)
-        third.url, third.headers = alice.url, alice.headers
-        assert "all 2 models of this server are in use" in (await third.begin())["error"]
+        greedy = Client(alice.http, "", "", alice.model)
+        greedy.url, greedy.headers = bob.url, bob.headers
+        refused = "a key may have 1 of this server's 2 models"
+        assert refused in (await greedy.begin())["error"]
+        await alice.post("unload_model", {"model_id": alice.model_id})
+        assert refused in (await greedy.begin())["error"], "the other model is for other keys"
+        await alice.begin()
         await bob.post("unload_model", {"model_id": bob.model_id})
-        assert (await third.begin())["model_id"]
+        assert (await greedy.begin())["model_id"]
         steep = {"adam_params": ADAM | {"learning_rate": 1e38}}
         await alice.backward([8, 9])
         await alice.step("optim_step", **steep)
@@ -312,7 +319,7 @@ async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
 
 
 async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
-    monkeypatch.setattr(tenants_module, "MAX_SAMPLES", 3)
+    monkeypatch.setattr(tenants_module, "MAX_SAMPLED_TOKENS", 16000)
     async with serving() as (alice, _, tenants):
         await alice.begin()
         asked = {"session_id": alice.session, "sampling_session_seq_id": 0}
@@ -322,7 +329,7 @@ async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
         long = body | {"num_samples": 3, "sampling_params": {"max_tokens": 4000, "stop": [1000]}}
         promise = await alice.post("asample", long)
         assert len(set(promise["sample_sequence_ids"])) == 3
-        await alice.post("asample", body | {"seq_id": 1}, 429)
+        await alice.post("asample", body | {"seq_id": 1}, 429)  # 3 * (4000 + 1024) tokens wait.
         await alice.post("cancel_future", {"request_id": promise["request_id"]})
         result = await alice.post("retrieve_future", {"request_id": promise["request_id"]})
         assert "cancelled" in result["error"]
@@ -352,37 +359,159 @@ async def test_other_requests_have_an_answer(serving, path, body, status, match)
         assert re.search(match, (await alice.post(path, body, status))["error"])
 
 
-def test_a_killed_server_goes_on_from_saved_states(tiny_model, tmp_path):
-    """Each round: learns, saves, learns; the next server repeats the last step bit for bit."""
-    command = [sys.executable, "-m", "rl_core.tools.cli", "tinker", "--model", str(tiny_model)]
-    command += ["--port", "0", "--out", str(tmp_path), "--max_models", "1", "--max_snapshots", "1"]
+# Fields of a request, each within the one before: model_id, seq_id, data (chunks: text, image, sound; inputs:
+# name, tensor: values, sparse, dtype, shape; spans), loss_fn, settings, forward_only, settings again.
+FIELDS = [
+    *([number] for number in range(1, 9)),
+    *([3, number] for number in range(1, 5)),
+    *([3, 1, chunk] for chunk in range(1, 5)),
+    *([3, 1, 2, number] for number in range(1, 5)),
+    *([3, 1, 1, 1], [3, 2, 1], [3, 2, 2]),
+    *([3, 2, 2, number] for number in range(1, 5)),
+    *([7, 1], [7, 2], [7, 2, 1], [7, 2, 2]),
+]
+BYTES = [b"", b"\xff", b"\x08\x01", b"\x0a\xff\xff\xff\xff\x0f", b"\x80" * 11, b"a" * 7]
+VALUES = [
+    lambda number: varint(number << 3) + b"\xff" * 9 + b"\x01",
+    lambda number: varint(number << 3 | 1) + b"\xff" * 8,
+    lambda number: varint(number << 3 | 3),
+    lambda number: varint(number << 3 | 5) + b"\xff" * 4,
+    *(
+        lambda number, data=data: varint(number << 3 | 2) + varint(len(data)) + data
+        for data in BYTES
+    ),
+]
 
-    async def round_of(url: str, key: str, state: str, want: list) -> tuple[str, list]:
+
+def malformed():
+    """Fields of requests with other values than theirs."""
+    for path in FIELDS:
+        for value in VALUES:
+            body = value(path[-1])
+            for number in path[-2::-1]:
+                body = message([(number, body)])
+            yield body
+
+
+async def test_a_hostile_tenant_hinders_nobody(serving, monkeypatch):
+    monkeypatch.setattr(queue, "MAX_WAITING", 20)
+    async with serving() as (alice, bob, _):
+        await alice.begin(seed=5)
+        await bob.begin()
+        await alice.learn(1)
+        want = await alice.learn(1)
+        await alice.post("unload_model", {"model_id": alice.model_id})
+        await alice.begin(seed=5)
+        await alice.learn(1)
+        refusals = []
+        for junk in malformed():
+            start = message([(1, bob.model_id), (2, bob.seq + 1), (3, row([8, 9])), (4, "ppo")])
+            headers = bob.headers | {"Content-Type": PROTOBUF}
+            url = f"{bob.url}/forward_backward"
+            async with bob.http.post(url, data=start + junk, headers=headers) as response:
+                answer = await response.json()
+            assert response.status in (200, 404, 422), (junk, answer)
+            if response.status == 200 and answer["request_id"].endswith(f":{bob.seq + 1}"):
+                bob.seq += 1
+                refusals.append(await bob.post("retrieve_future", answer))
+        assert all(each["category"] == "user" for each in refusals)
+        many_fields = message([(3, b"\x08\x01" * (20 << 20))])
+        large = b'{"model_id": "m", "x": [' + b"0," * (20 << 20) + b"0]}"
+        bob.headers |= {"Content-Type": "application/json"}
+        sent = [
+            bob.post("forward_backward", many_fields, 404),
+            bob.post("forward_backward", b"\xff" * (40 << 20), 422),
+            bob.post("forward_backward", bytes(65 << 20), 413),
+            bob.http.post(f"{bob.url}/optim_step", data=large, headers=bob.headers),
+        ]
+        flood = [asyncio.ensure_future(each) for each in sent]
+        for number in range(40):
+            gap = {"model_id": bob.model_id, "seq_id": bob.seq + 2 + number}
+            status = 200 if number < 20 else 429
+            await bob.post("optim_step", gap | ADAM_STEP, status)
+        # The tenant next to it takes the steps that it would have taken alone.
+        assert await alice.learn(1) == want
+        *_, too_large = await asyncio.gather(*flood)
+        assert too_large.status == 413
+
+
+async def learn_and_save(client, state: str, after: dict[str, list], num: int) -> None:
+    """Continues from a state, "" for none, and saves others. The two steps after a state are those
+    that an earlier server made."""
+    if state:
+        client.session = (await client.post("create_session", {}))["session_id"]
+        asked = {"session_id": client.session, "model_seq_id": 0, "path": state}
+        made = await client.result("load_weights", asked | {"optimizer": True})
+        client.model_id, client.seq = made["model_id"], 0
+    else:
+        await client.begin(seed=5)
+    for _ in range(num):
+        steps = [await client.learn(1), await client.learn(1)]
+        assert after.setdefault(state, steps) == steps
+        state = (await client.step("save_weights", path=f"s{len(after)}"))["path"]
+        client.saved.append(state)
+    await client.post(f"sessions/{client.session}/finish", {})
+
+
+async def kill_at_random(client, server, draw) -> None:
+    last = client.seq + draw.randint(0, 20)
+    while client.seq < last:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(draw.uniform(0, 0.05))
+    server.kill()
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_killed_servers_go_on_from_saved_states(tiny_model, tmp_path, num_kills):
+    """At random moments of programs that learn and save. Folders that a kill left complete load too,
+    and the steps after a state are the same bits."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rl_core.tools.tinker", "rl_core.tinker.server", "peft"])
+    draw, port = random.Random(num_kills), free_port()
+    argv = ["--model", str(tiny_model), "--port", str(port), "--out", str(tmp_path), *FLAGS]
+    after: dict[str, list] = {}
+    saved: list[str] = []
+
+    async def life(is_killed: bool) -> None:
+        server = context.Process(target=command.main, args=[argv], daemon=True)
+        server.start()
+        while True:
+            with suppress(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+                break
+            await asyncio.sleep(0.05)
         async with aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{port}"
+            key = (tmp_path / "keys").read_text().split()[1]
             client = Client(http, url, key, str(tiny_model))
-            if not state:
-                await client.begin()
-                await client.learn()
-                state = (await client.step("save_weights", path="s"))["path"]
+            client.saved = saved
+            if is_killed:
+                killing = asyncio.create_task(kill_at_random(client, server, draw))
+                with suppress(aiohttp.ClientError):
+                    await learn_and_save(client, saved_states(tmp_path)[-1], after, 100)
+                await killing
             else:
-                client.session = (await client.post("create_session", {}))["session_id"]
-                asked = {"session_id": client.session, "model_seq_id": 0, "path": state}
-                made = await client.result("load_weights", asked | {"optimizer": True})
-                client.model_id = made["model_id"]
-            logprobs = [await client.learn(1), await client.learn(1)]
-            assert want in ([], logprobs)
-            return state, logprobs
+                for state in saved_states(tmp_path):
+                    await learn_and_save(client, state, after, 1)
+                server.kill()
+        server.join()
 
-    state, want = "", []
-    for _ in range(2):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                lines: list[str] = []
-                for line in iter(server.stdout.readline, ""):
-                    lines.append(line.split("=", 1)[-1].split()[0])
-                    if "API_KEY" in line:
-                        break
-                state, want = asyncio.run(round_of(lines[-2], lines[-1], state, want))
-            finally:
-                server.send_signal(signal.SIGKILL)
+    for _ in range(num_kills):
+        asyncio.run(life(True))
+    num_states = len(saved_states(tmp_path)) - 1
+    assert saved
+    assert set(saved) <= {*saved_states(tmp_path)}
+    print(f"{num_kills} kills: {len(saved)} states were saved, {num_states} are there")
+    asyncio.run(life(False))
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def saved_states(out) -> list[str]:
+    """Paths of saved states, the latest last; first "" for none."""
+    folders = sorted(out.glob("me/*/weights/s*"), key=lambda folder: folder.stat().st_mtime_ns)
+    return ["", *(f"tinker://{'/'.join(folder.parts[-3:])}" for folder in folders)]
