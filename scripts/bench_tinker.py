@@ -32,8 +32,8 @@ from bench_work import (
 )
 from script_tools import make_parser
 
-RANK, MICROBATCH_TOKENS = 16, 2048
-OWN = {"actors.policy.lora.rank": RANK, "learner.microbatch_tokens": MICROBATCH_TOKENS}
+RANK, MICROBATCH_TOKENS = 16, 512
+SETTINGS = {"actors.policy.lora.rank": RANK, "learner.microbatch_tokens": MICROBATCH_TOKENS}
 COMMON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TINKER_TELEMETRY": "0"}
 
 
@@ -92,8 +92,8 @@ def train(work: Work, model: str, url: str, key: str, cpu_s: Callable[[], float]
                     "logprobs": before + list(sequence.logprobs),
                     "advantages": before + [reward - mean] * len(tokens),
                 }
-                given = types.ModelInput.from_ints(ids + tokens[:-1])
-                data.append(types.Datum(model_input=given, loss_fn_inputs=inputs))
+                model_input = types.ModelInput.from_ints(ids + tokens[:-1])
+                data.append(types.Datum(model_input=model_input, loss_fn_inputs=inputs))
         backward = client.forward_backward(data, "importance_sampling")
         stepped = client.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
         backward.result()
@@ -120,11 +120,12 @@ def main() -> None:
         model = args.model or str(Path(folder, "model"))
         if args.model is None:
             make_model(work, model)
-        own = run_ours(work, OWN, model).cpu_s
+        trainer = run_ours(work, SETTINGS, model).cpu_s
         server = run_tinker(work, model, Path(folder, "out"))
-    of_server, of_own = (statistics.median(values[work.warmup :]) for values in (server, own))
-    print(f"rl-core tinker: {of_server:.2f} CPU s a step, rl-core train: {of_own:.2f}")
-    print(f"ratio {of_server / of_own:.2f}")
+    sides = server, trainer
+    of_server, of_trainer = (statistics.median(values[work.warmup :]) for values in sides)
+    print(f"rl-core tinker: {of_server:.2f} CPU s a step, rl-core train: {of_trainer:.2f}")
+    print(f"ratio {of_server / of_trainer:.2f}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from rl_core.algorithms import (
 )
 from rl_core.data.images import image_in_bytes
 from rl_core.data.packing import MinibatchPlan, fill_bins, make_units, pack_samples
-from rl_core.data.rows import replaced
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.errors import nearest
 from rl_core.learning.learner import Learner, Metrics
@@ -46,7 +45,7 @@ from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.metrics import Sum, reduce_metrics
 from rl_core.models.heads import logit_change
 from rl_core.models.parallel.fsdp import local_slices
-from rl_core.run.saving.checkpoint import make_manifest, save_checkpoint
+from rl_core.run.saving.checkpoint import save_checkpoint
 from rl_core.run.saving.resume import fill, find_damage, load_checkpoint, read_object, saved_tensors
 from rl_core.tinker.wire import (
     AdamParams,
@@ -412,17 +411,16 @@ class MultiLora:
             self.adopt(SCRATCH, Lora(**lora))
             self.in_scratch = snapshot
         tokens = np.asarray(ids, np.int64)
-        sequence = Sequence(ids=tokens[:-1], images=(), columns={"target_tokens": tokens[1:]})
+        columns = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+        sequence = Sequence(ids=tokens[:-1], images=(), columns=columns)
         batches, members = self.packed(learner, [sequence])
-        logprobs_of: dict[int, list[float]] = {}
+        losses = RequestLosses("cross_entropy", {}, [sequence], members)
+        adapter = learner.adapter if snapshot else ""
         with torch.no_grad():
-            for batch, of_batch in zip(batches, members, strict=True):
-                adapter = learner.adapter if snapshot else ""
-                values = self.policy(batch, 1.0, adapter)[0][of_batch.places].tolist()
-                logprobs_of.update((number, values) for number in of_batch.numbers)
-        for of_rank in all_gather_json(logprobs_of, self.ranks):
-            logprobs_of |= {int(number): values for number, values in of_rank.items()}
-        return np.asarray(logprobs_of[0], np.float32)
+            for batch in batches:
+                losses(batch, self.policy(batch, 1.0, adapter))
+        [logprobs], _ = losses.results(self.ranks)
+        return logprobs
 
     def save(self, name: str, folder: str, facts: JSONObject, has_state: bool) -> None:
         """Writes a folder with the adapter for peft and, if has_state, all that training needs."""
@@ -439,21 +437,11 @@ class MultiLora:
                 target_modules={last_name(key.partition(".lora_")[0]) for key in weights},
             )
             write_adapter(with_adapter, config, weights)
-        if has_state:
-            state = {FACTS: facts}
-            try:
-                save_checkpoint(
-                    target, {name: learner}, state, self.ranks, keep=0, files=[with_adapter]
-                )
-            except RunError:  # On all ranks.
-                raise ValueError("weights are not finite and are not saved") from None
-        elif self.ranks.rank == 0:
-            with replaced(target) as scratch:
-                with_adapter.rename(scratch / ADAPTER)
-                (scratch / "state.json").write_text(json.dumps({FACTS: facts}, indent=1))
-                alone = replace(self.ranks, size=1)
-                manifest = {"files": make_manifest(scratch, alone)}
-                (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        learners, state = {name: learner} if has_state else {}, {FACTS: facts}
+        try:
+            save_checkpoint(target, learners, state, self.ranks, keep=0, files=[with_adapter])
+        except RunError:  # On all ranks.
+            raise ValueError("weights are not finite and are not saved") from None
         if self.ranks.rank == 0:
             with_adapter.parent.rmdir()
 

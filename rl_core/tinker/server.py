@@ -49,7 +49,7 @@ from rl_core.tinker.wire import (
 from rl_core.types import JSONObject
 
 MAX_BODY_BYTES, MAX_JSON_BYTES = 64 << 20, 16 << 20
-# Larger bodies are parsed in a thread; of a tenant so many are read and parsed at once.
+# Larger bodies are parsed in a thread, and at most MAX_LARGE of a tenant are read at once.
 SMALL_BYTES, MAX_LARGE = 1 << 16, 4
 MAX_CONNECTIONS = 2048  # Of a key.
 KEEP_ALIVE_S = 60.0  # Seconds between signs of life to other ranks.
@@ -67,46 +67,38 @@ class TinkerServer:
         self.large: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(MAX_LARGE)
         )
+        posts = {
+            "client/config": constant(CLIENT_CONFIG),
+            "client/dynamic_config": constant(DYNAMIC_CONFIG),
+            # Events may have the headers of a request, and with them the key: they are dropped.
+            "telemetry": constant({"status": "accepted"}),
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{session_id}/finish": self.finish_session,
+            "get_info": self.info,
+            "unload_model": self.unload,
+            "create_model": self.promised(CreateModel, tenants.create_model),
+            "forward_backward": self.forward_backward,
+            "optim_step": self.promised(OptimStep, tenants.optim_step),
+            "save_weights": self.promised(SaveWeights, tenants.save_weights),
+            "load_weights": self.promised(LoadWeights, tenants.load_weights),
+            "save_weights_for_sampler": self.promised(SaveForSampler, tenants.save_for_sampler),
+            "weights_info": self.weights_info,
+            "create_sampling_session": self.create_sampler,
+            "asample": self.promised(Sample, tenants.sample),
+            "retrieve_future": self.retrieve,
+            "cancel_future": self.cancel,
+        }
+        gets = {
+            "healthz": constant({"status": "ok"}),
+            "get_server_capabilities": self.capabilities,
+            "samplers/{sampler_id}": self.sampler,
+        }
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.identify])
-        t = tenants
-        app.add_routes(
-            [
-                self.post("client/config", self.client_config),
-                self.post("client/dynamic_config", self.dynamic_config),
-                self.post("telemetry", self.telemetry),
-                self.get("healthz", self.health),
-                self.get("get_server_capabilities", self.capabilities),
-                self.post("create_session", self.create_session),
-                self.post("session_heartbeat", self.heartbeat),
-                self.post("sessions/{session_id}/finish", self.finish_session),
-                self.post("get_info", self.info),
-                self.post("unload_model", self.unload),
-                self.post("create_model", self.promised(CreateModel, t.create_model)),
-                self.post("forward_backward", self.forward_backward),
-                self.post("optim_step", self.promised(OptimStep, t.optim_step)),
-                self.post("save_weights", self.promised(SaveWeights, t.save_weights)),
-                self.post("load_weights", self.promised(LoadWeights, t.load_weights)),
-                self.post(
-                    "save_weights_for_sampler", self.promised(SaveForSampler, t.save_for_sampler)
-                ),
-                self.post("weights_info", self.weights_info),
-                self.post("create_sampling_session", self.create_sampler),
-                self.get("samplers/{sampler_id}", self.sampler),
-                self.post("asample", self.promised(Sample, t.sample)),
-                self.post("retrieve_future", self.retrieve),
-                self.post("cancel_future", self.cancel),
-                web.route("*", "/{path:.*}", self.not_built),
-            ]
-        )
+        app.add_routes([web.post(f"/api/v1/{path}", posts[path]) for path in posts])
+        app.add_routes([web.get(f"/api/v1/{path}", gets[path]) for path in gets])
+        app.add_routes([web.route("*", "/{path:.*}", self.not_built)])
         self.http = HttpServer(app, max_strangers=MAX_STRANGERS, max_per_key=MAX_CONNECTIONS)
-
-    @staticmethod
-    def post(path: str, handler: Handler) -> web.RouteDef:
-        return web.post(f"/api/v1/{path}", handler)
-
-    @staticmethod
-    def get(path: str, handler: Handler) -> web.RouteDef:
-        return web.get(f"/api/v1/{path}", handler)
 
     @web.middleware
     async def identify(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -162,22 +154,6 @@ class TinkerServer:
             raise HttpError(415, f"forward_backward reads {PROTOBUF}, as tinker 0.38.0 sends it")
         asked, body = await self.parsed(request, lambda body: (read_forward_backward(body), body))
         return answer(self.tenants.forward_backward(request[TENANT], asked, body))
-
-    async def client_config(self, request: web.Request) -> web.StreamResponse:
-        await read_body(request)
-        return web.json_response(CLIENT_CONFIG)
-
-    async def dynamic_config(self, request: web.Request) -> web.StreamResponse:
-        await read_body(request)
-        return web.json_response(DYNAMIC_CONFIG)
-
-    async def telemetry(self, request: web.Request) -> web.StreamResponse:
-        """Events may have the headers of a request, and with them the key: they are dropped."""
-        await read_body(request)
-        return web.json_response({"status": "accepted"})
-
-    async def health(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "ok"})
 
     async def capabilities(self, request: web.Request) -> web.StreamResponse:
         model = {
@@ -262,6 +238,16 @@ class TinkerServer:
             f"{request.method} {request.path[:100]} is not built: this server trains, samples and "
             "saves, and has no management API; saved weights are folders (docs/tinker.md)",
         )
+
+
+def constant(value: JSONObject) -> Handler:
+    """The handler of requests whose answer is always the same."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await read_body(request)
+        return web.json_response(value)
+
+    return handler
 
 
 def answer(promise: Promise) -> web.Response:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rl_core.algorithms import PRESETS
 from rl_core.config import ActorConfig, Config, LoraConfig, read_config
 from rl_core.errors import split
+from rl_core.run.plan.model_paths import check_local
 from rl_core.tools.parser import Parser
 from rl_core.train import say_loading
 
@@ -53,6 +54,7 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     )
     parser.add_argument("--lora_alpha", type=float, default=32.0, help="scale: alpha / rank")
     args, flags = parser.parse_known_args(argv)
+    check_local(args.model)
     for name in ("max_models", "max_rank", "max_snapshots", "lora_alpha"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name} {getattr(args, name)} must be above 0")

@@ -209,7 +209,7 @@ def test_a_model_that_sees_learns_and_samples_as_in_runs(make_model, tmp_path):
     seen = image_in_bytes(image.data)
     ids = [*before, *family.expand(seen), *after]
     num = len(ids) - len(after)
-    own = kit.make_learner(
+    learner = kit.make_learner(
         path, "--algorithm sft --actors.policy.lora.rank 32 --optim.lr 1e-2 --optim.max_grad_norm 0"
     )
     sample = TrainingSample(
@@ -230,7 +230,7 @@ def test_a_model_that_sees_learns_and_samples_as_in_runs(make_model, tmp_path):
             base_model=str(path), seed=seed, train_unembed=False
         ).result()
         for step in range(3):
-            want = own.step(own.shard([sample])[0], step)["loss"].value
+            want = learner.step(learner.shard([sample])[0], step)["loss"].value
             assert learn(client, data).metrics["loss:sum"] == pytest.approx(want, abs=1e-5), step
         sampler = client.save_weights_and_get_sampling_client().result()
         prompt = types.ModelInput(chunks=[text_chunk(before), image])
@@ -238,8 +238,8 @@ def test_a_model_that_sees_learns_and_samples_as_in_runs(make_model, tmp_path):
         [sampled] = sampler.sample(prompt, 1, params).result().sequences
         chunks = [*prompt.chunks, text_chunk(sampled.tokens[:-1])]
         inputs = {"target_tokens": [0] * (num - 1) + sampled.tokens}
-        whole = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
-        got = logprobs_of(client, [whole])[0][num - 1 :].tolist()
+        again = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+        got = logprobs_of(client, [again])[0][num - 1 :].tolist()
         assert got == pytest.approx(sampled.logprobs, abs=1e-5)
         wrong = types.ModelInput(chunks=[text_chunk(before), image_chunk(7)])
         with pytest.raises(tinker.RequestFailedError, match="6 tokens; expected_tokens is 7"):

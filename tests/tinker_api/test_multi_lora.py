@@ -331,10 +331,14 @@ def test_the_gradient_is_clipped_to_the_requests_norm(lora):
     lora.create("model0", LORA, 1)
     lora.forward_backward("model0", forward_backward([row([8, 9, 10])]))
     learner = lora.learners["model0"]
-    norm = lora.optim_step("model0", ADAM | {"grad_clip_norm": 1e-3, "learning_rate": 0.0})
-    moments = [state["exp_avg"] for state in learner.optimizer.state.values()]
-    clipped = torch.cat([m.flatten() for m in moments]).norm() / (1 - ADAM["beta1"])
-    assert float(clipped) == pytest.approx(1e-3, rel=1e-3)
+    betas = {"beta1": 0.8, "beta2": 0.6}
+    params = ADAM | betas | {"grad_clip_norm": 1e-3, "learning_rate": 0.0}
+    norm = lora.optim_step("model0", params)
+    states = learner.optimizer.state.values()
+    moments = torch.cat([state["exp_avg"].flatten() for state in states])
+    assert float(moments.norm() / (1 - 0.8)) == pytest.approx(1e-3, rel=1e-3)
+    squares = sum(float(state["exp_avg_sq"].sum()) for state in states)
+    assert squares / (1 - 0.6) == pytest.approx(1e-6, rel=1e-3)
     assert norm["metrics"]["grad_norm:mean"] > 1
     # B is 0, and with it the gradient of A: AdamW multiplies A by 1 - learning_rate weight_decay.
     before = lora.weights("model0")
@@ -343,6 +347,11 @@ def test_the_gradient_is_clipped_to_the_requests_norm(lora):
     for key, value in lora.weights("model0").items():
         if ".lora_A." in key:
             torch.testing.assert_close(value, 0.9 * before[key])
+    before = lora.weights("model0")
+    lora.forward_backward("model0", forward_backward([row([8, 9, 10])]))
+    lora.optim_step("model0", ADAM | {"eps": 1e9})
+    for key, value in lora.weights("model0").items():
+        torch.testing.assert_close(value, before[key])
 
 
 def test_settings_without_a_value_are_the_defaults_of_the_page(lora):
@@ -385,6 +394,7 @@ def test_adapters_that_cannot_be_trained_are_refused(lora, asked, match):
 @pytest.mark.parametrize(
     "flags, says",
     [
+        ("--model ./none", "model none: no such folder"),
         ("--ep 2", "--ep 2: the server splits no models"),
         ("--tp 2", "--tp 2: the server splits no models"),
         ("--max_rank 0", "--max_rank 0 must be above 0"),

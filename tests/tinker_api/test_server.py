@@ -222,7 +222,9 @@ async def test_one_tenant_reaches_nothing_of_another(serving, tmp_path):
         ]
         for path, body, status in denied:
             await bob.post(path, body, status)
-        for path in (state, "tinker://../../alice", f"tinker://{alice.model_id}/weights/../x"):
+        await bob.step("save_weights", path="s")
+        others = state.replace("tinker://", f"tinker://{bob.model_id}/weights/../../../alice/")
+        for path in (state, others, "tinker://../../alice"):
             error = (await bob.step("load_weights", path=path, optimizer=True))["error"]
             assert re.search("no such weights|must be tinker", error)
         for headers in ({}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": "é"}):
@@ -312,6 +314,12 @@ async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
         ]
         assert isinstance(results[2], bytes)
         assert "--max_snapshots 2" in results[0 if isinstance(results[1], bytes) else 1]["error"]
+        tenants.sampler.snapshots.clear()
+        used, unused = [await alice.sampler(sampling_session_seq_id=n) for n in (2, 3)]
+        await alice.sample(used, ids)
+        newest = await alice.sampler(sampling_session_seq_id=4)
+        results = [await alice.sample(each, ids, seq_id=1) for each in (newest, used, unused)]
+        assert [isinstance(result, bytes) for result in results] == [True, True, False]
         for snapshot in tenants.sampler.snapshots.values():
             snapshot.num_users += 1
         error = (await alice.sampler(sampling_session_seq_id=7))["error"]
