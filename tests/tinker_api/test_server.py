@@ -145,6 +145,7 @@ async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp
         [ids] = rows(1)
         body = await alice.sample(sampler, ids, num=2)
         tokens, sampled, prompt = read_samples(body)
+        assert tokens[0] != tokens[1]
         assert np.isnan(prompt[0])
         assert prompt[1:].tolist() == pytest.approx(await alice.learn(), abs=1e-5)
         _, _, all_logprobs = read_samples(await alice.sample(sampler, ids + tokens[1], 1))
