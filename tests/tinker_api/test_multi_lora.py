@@ -225,6 +225,7 @@ def test_what_a_client_did_not_ask_for_stays_0_and_its_seed_decides(lora):
 
 def test_interleaved_tenants_change_no_bit_of_each_other(tiny_model, lora):
     lora.create("model0", LORA, 1)
+    learn(lora, "model0", 1, 5)
     lora.create("model1", LORA | {"rank": 3}, 2)
     for step in range(3):
         for seed, name in enumerate(("model0", "model1")):
@@ -234,6 +235,7 @@ def test_interleaved_tenants_change_no_bit_of_each_other(tiny_model, lora):
     together = {name: lora.weights(name) for name in ("model0", "model1")}
     for seed, name in enumerate(together):
         lora.create(name, LORA | {"rank": 4 - seed}, seed + 1)
+        learn(lora, name, 1 - seed, 5)
         learn(lora, name, 3, 10 * seed)
         alone = lora.weights(name)
         assert all(torch.equal(alone[key], value) for key, value in together[name].items())

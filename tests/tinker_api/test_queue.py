@@ -19,9 +19,11 @@ async def turns_of():
     dropped: list[Lane] = []
     turns = Turns(Promises(), dropped.append)
     task = asyncio.create_task(turns.work())
-    yield turns, dropped
-    task.cancel()
-    turns.thread.shutdown()
+    try:
+        yield turns, dropped
+    finally:
+        task.cancel()
+        turns.thread.shutdown()
 
 
 async def results(promises) -> list:

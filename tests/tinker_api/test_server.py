@@ -338,6 +338,7 @@ async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
         long = body | {"num_samples": 3, "sampling_params": {"max_tokens": 4000, "stop": [1000]}}
         promise = await alice.post("asample", long)
         assert len(set(promise["sample_sequence_ids"])) == 3
+        assert await alice.post("asample", long) == promise, "a repeat counts once"
         await alice.post("asample", body | {"seq_id": 1}, 429)  # 3 * (4000 + 1024) tokens wait.
         await alice.post("cancel_future", {"request_id": promise["request_id"]})
         result = await alice.post("retrieve_future", {"request_id": promise["request_id"]})
