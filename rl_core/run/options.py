@@ -80,8 +80,11 @@ AFTER_SCRIPT: Rows = [
 
 def make_plugins(trainer: RunState) -> list[Plugin]:
     """The run's plugins, in the order in which they are called."""
-    of_script = [make(trainer) for make in trainer.plan.custom.plugins]
-    return [*made(BEFORE_SCRIPT, trainer), *of_script, *made(AFTER_SCRIPT, trainer)]
+    return [
+        *made(BEFORE_SCRIPT, trainer),
+        *(make(trainer) for make in trainer.plan.custom.plugins),
+        *made(AFTER_SCRIPT, trainer),
+    ]
 
 
 def learner_plugins(trainer: RunState) -> list[Plugin]:
