@@ -192,7 +192,9 @@ async def rates_too_late(client, sessions):
     mine = await client.start()
     await mine.say("hi")
     await mine.end()
+    await until(lambda: sessions.live[0].is_scored)
     sessions.live[0].ended_s -= 100
+    sessions.tick()
     return await mine.post("/rl/set_reward", {"reward": 1})
 
 
@@ -299,6 +301,13 @@ async def rates_each_turn(mine):
     await mine.rate({"good": 2.0, "short": 0.5})
 
 
+async def rates_two_turns_by_one_name(mine):
+    await mine.say("a")
+    await mine.rate(1.0)
+    await mine.say("a", "one", "b")
+    await mine.rate(2.0)
+
+
 async def rates_the_session_of_two_branches(mine):
     await mine.say("a")
     await mine.say("b")
@@ -320,6 +329,7 @@ async def rates_again(mine):
 REWARDS = {
     rates_the_last: [(2.0, [0.0, 2.0])],
     rates_each_turn: [(1.5, [-1.0, 2.5])],
+    rates_two_turns_by_one_name: [(3.0, [1.0, 2.0])],
     rates_the_session_of_two_branches: [(1.0, []), (1.0, [1.0])],
     rates_one_branch_by_its_id: [(1.0, [1.0])],
     rates_again: [(3.0, [3.0])],

@@ -115,16 +115,13 @@ class OnlineSession(Endpoint):
 
     async def attempt(self, request: Request) -> Attempt:
         """See Endpoint. Waits while a step learns."""
-        self.check_open()
+        if not self.is_open:
+            raise Refusal(f"{self.id} is over", status=410, code="session_over")
         await self.sessions.wait_for_engine()
         self.used_s = time.time()
         for tree in self.trees.values():
             tree.failure = None  # replies() has started the engine again.
         return await super().attempt(request)
-
-    def check_open(self) -> None:
-        if not self.is_open:
-            raise Refusal(f"{self.id} is over", status=410, code="session_over")
 
     async def replies(self, attempt: Attempt) -> list[Reply]:
         """See Endpoint. Starts an engine that died again."""
@@ -164,13 +161,6 @@ class OnlineSession(Endpoint):
     def rate(self, reward: JSON, text: JSON, interaction: JSON) -> None:
         """Keeps the reward of a reply, or feedback on it as text; of the last reply if
         `interaction` is None. Raises Refusal."""
-        is_late = time.time() > self.ended_s + self.sessions.config.reward_s
-        if self.ended_s and is_late and not self.sessions.is_restoring:
-            raise Refusal(
-                f"{self.id} is over; a reward comes within --online.reward_s of its end",
-                status=410,
-                code="session_over",
-            )
         if interaction is not None and not isinstance(interaction, str):
             raise Refusal("interaction_id must be the id of a reply")
         reply_id = next(reversed(self.nodes), "") if interaction is None else interaction
@@ -180,7 +170,6 @@ class OnlineSession(Endpoint):
             named = "no reply yet" if interaction is None else f"no reply {interaction[:80]!r}"
             status = 400 if interaction is None else 404
             raise Refusal(f"{self.id} has {named}", status=status, code="not_found")
-        self.is_named = self.is_named or interaction is not None
         event: JSONObject = {"reply": reply_id, "named": interaction is not None}
         if reward is None:
             if not isinstance(text, str) or not text or len(self.texts) >= MAX_TEXTS:
@@ -188,9 +177,8 @@ class OnlineSession(Endpoint):
                     "give `reward`, a number or a dict of them, or `text`, of which a session has "
                     f"at most {MAX_TEXTS}"
                 )
-            if not self.sessions.scorer.reads_text and not self.sessions.is_restoring:
+            if not self.sessions.scorer.reads_text:
                 raise Refusal("nothing scores a text; add feedback_fn or --online.judge")
-            self.texts.append((reply_id, text))
             event["text"] = text
         else:
             if isinstance(reward, bool):
@@ -200,11 +188,20 @@ class OnlineSession(Endpoint):
             except ValueError as error:
                 raise Refusal(str(error)) from None
             event["parts"] = {name: value for name, value in parts.items() if value is not None}
-            self.rewards[reply_id] = event["parts"]
-        self.nodes[reply_id].reply.num_sent = math.inf  # Who rates a reply has it.
         self.write("reward", **event)
+        self.keep(event)
         if not self.is_open:
             self.score_soon()
+
+    def keep(self, event: JSONObject) -> None:
+        """Keeps a reward or a text, from a client or the file."""
+        reply_id = event["reply"]
+        if "text" in event:
+            self.texts.append((reply_id, event["text"]))
+        else:
+            self.rewards[reply_id] = event["parts"]
+        self.is_named |= event["named"]
+        self.nodes[reply_id].reply.num_sent = math.inf  # Who rates a reply has it.
 
     def end(self, info: JSON = None) -> None:
         if self.is_open:
@@ -503,9 +500,7 @@ class Sessions:
                 sent = math.inf if event["num"] is None else event["num"]
                 session.nodes[event["reply"]].reply.num_sent = sent
             elif kind == "reward":
-                is_named = session.is_named or event["named"]
-                session.rate(event.get("parts"), event.get("text"), event["reply"])
-                session.is_named = is_named
+                session.keep(event)
             elif kind == "end":
                 session.end(event["info"])
                 session.ended_s = event["time"]
