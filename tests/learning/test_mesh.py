@@ -136,7 +136,7 @@ CASES = {
         MUON,
         {14: ["dp 4", "hsdp 2 x tp 2", "copies 4"]},
     ),
-    "muon, experts": ("experts", MUON, {14: ["hsdp 2 x 2", "ep 2 x hsdp 2"]}),
+    "muon, experts": ("experts", MUON, {14: ["hsdp 2 x 2", "ep 2 x hsdp 2", "tp 2 x dp 2"]}),
     "untied top_k": ("qwen3 untied", f"{ADAMW} --sampling.top_k 5", {14: ["tp 4"]}),
     "untied": ("qwen3 untied", ADAMW, {14: ["tp 2 x dp 2", "cp 2 x tp 2", "dp 3 x tp 2"]}),
     "uneven": ("qwen2 uneven", ADAMW, {14: ["tp 2 x dp 2", "dp 3 x tp 2"]}),
