@@ -142,6 +142,11 @@ OF_ACTOR = [
         "--learner.offload=always; leave one out",
     ),
     (
+        lambda c, name, a: c.optim.name == "muon" and "experts" in split(a.lora.targets),
+        ".lora.targets={a.lora.targets} cannot be combined with --optim.name=muon, which would mix "
+        "experts; leave experts out, or take adamw",
+    ),
+    (
         lambda c, name, a: a.servers and not (c.is_rl and a.is_trained),
         ".engine_urls is for an actor that learns by RL; a frozen actor is an endpoint: "
         "--actors.{name}.api URL/v1",

@@ -154,6 +154,7 @@ class AdapterPolicy(Policy):
         """`adapters`: by name, each with its seed. `parts`: those that get adapters. `settings`:
         arguments of Policy()."""
         import peft
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         super().__init__(hf, **settings)
@@ -170,6 +171,13 @@ class AdapterPolicy(Policy):
                 parameter.data = torch.zeros(parameter.shape, device=parameter.device)
                 parameter.requires_grad_(True)  # Versions of peft differ for a second adapter.
         self.layers = [m for m in hf.modules() if isinstance(m, BaseTunerLayer)]
+        for layer in self.layers:
+            if isinstance(layer, ParamWrapper):
+                # [out, rank, experts], which --ep splits by expert. peft reads it so too, but
+                # writes two dimensions.
+                for linear in layer.lora_B.values():
+                    weight = linear.get_parameter("weight")
+                    weight.data = weight.unflatten(1, (-1, layer.num_experts)).data
         self.of_head: set[str] = set()  # Adapters with a product of the head that is not 0.
 
     def forward(
@@ -291,7 +299,7 @@ def adapter_parameters(
 def adapter_weights(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, unsharded tensor) of each matrix of an adapter. Every rank must exhaust it."""
     for name, value in gathered_weights(adapter_parameters(model, adapter)):
-        yield peft_name(name), value
+        yield peft_name(name), value.flatten(1)
 
 
 def peft_name(name: str) -> str:
@@ -359,9 +367,9 @@ def adapted_layer(model: nn.Module, name: str, adapter: str) -> LoraLayer | None
 
 def factor_product(a_RD: Tensor, b_DR: Tensor, shape: torch.Size) -> Tensor:
     """B A of a layer, in the shape of its weight."""
-    if len(shape) == 3:  # Rows of A are ordered by expert, columns of B by LoRA rank.
+    if len(shape) == 3:  # Of experts: rows of A are ordered by expert, B is [out, rank, experts].
         a_RD = a_RD.view(shape[0], -1, a_RD.shape[1])
-        b_DR = b_DR.view(len(b_DR), -1, shape[0]).permute(2, 0, 1)
+        b_DR = b_DR.permute(2, 0, 1)
     product = b_DR @ a_RD
     return product if product.shape == shape else product.mT
 

@@ -433,6 +433,11 @@ FLAGS = [
     (MODEL, "--learner.kernels compile --tp 2", "cannot be combined with --tp"),
     (MODEL, "--ep 2 --tp 2", "--ep=2 cannot be combined with --tp=2; leave one out"),
     (MODEL, "--ep auto --learner.kernels liger", "cannot be combined with --learner.kernels=liger"),
+    (
+        MODEL,
+        "--actors.policy.lora.rank 2 --actors.policy.lora.targets experts --optim.name muon",
+        "lora.targets=experts cannot be combined with --optim.name=muon, which",
+    ),
     (MODEL, "--ep 0", "--ep=0 must be greater than or equal to 1"),
     (MODEL, "--engine sglan", "--engine=sglan is unknown; did you mean 'sglang'?"),
     (MODEL, "--optim.name sdg", "--optim.name=sdg is unknown; did you mean 'sgd'?"),

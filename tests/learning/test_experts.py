@@ -10,6 +10,7 @@ import math
 import random
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import kit
 import peft
@@ -21,6 +22,7 @@ from models_table import ENV, FAMILIES, family_config, load_plain, make_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import parse_config
+from rl_core.distributed import Mesh, local, on_mesh
 from rl_core.learning.lora import adapter_parameters, adapter_weights
 from rl_core.learning.minibatches import active_parameters, pair_work
 from rl_core.learning.padded_forward import choose_forward
@@ -265,29 +267,55 @@ def test_adapters_on_experts_have_the_merged_models_gradient(family, tmp_path, n
         )
 
 
+ON_RANKS = {
+    "dp": "",
+    "recomputed": "--learner.activations recompute",
+    "always": "--learner.offload always",
+    "ep": "",
+}
+
+
 def compare_adapters(ranks, folder, out) -> None:
     """Every rank: the negated change of adapters in an update."""
-    for name, flags in {
-        "dp": "",
-        "recomputed": "--learner.activations recompute",
-        "always": "--learner.offload always",
-    }.items():
-        learner = drawn(folder, flags, ranks=ranks)
+    for name, flags in ON_RANKS.items():
+        mesh = Mesh(dp_shard=2, ep=1 + (name == "ep"))
+        learner = drawn(folder, flags, ranks=on_mesh(ranks, mesh))
+        if name == "ep":
+            of_experts = (p for n, p in adapter_parameters(learner.policy.hf) if ".experts." in n)
+            assert all(2 * local(p).numel() == p.numel() for p in of_experts)
+            export_policy(
+                learner.policy,
+                character_tokenizer(),
+                Path(out).with_name("of_ep"),
+                ranks,
+                "default",
+            )
         torch.save(adapter_step(learner, imitated()[ranks.rank :: 2]), f"{out}.{name}.{ranks.rank}")
         torch.save(dict(learner.named_weights()), f"{out}.{name}.merged.{ranks.rank}")
 
 
 def test_ranks_train_adapters_on_experts_alike(family, tmp_path):
+    """The adapter's folder is read by peft."""
     learner = drawn(family("qwen3_moe"))
+    ids = torch.arange(10)[None] + 5
     wanted, merged = adapter_step(learner, imitated()), dict(learner.named_weights())
     of_ranks(2, __file__, "compare_adapters", family("qwen3_moe"), tmp_path / "taken")
-    for name in ("dp", "recomputed", "always"):
+    for name in ON_RANKS:
         assert_same(torch.load(tmp_path / f"taken.{name}.1"), wanted)
         assert_same(torch.load(tmp_path / f"taken.{name}.merged.0"), merged)
+    plain = load_plain(family("qwen3_moe"))
+    adapted = peft.PeftModel.from_pretrained(plain, str(tmp_path / "of_ep_adapter")).eval()
+    exported = load_plain(tmp_path / "of_ep")
+    torch.testing.assert_close(
+        adapted(input_ids=ids).logits, exported(input_ids=ids).logits, atol=1e-4, rtol=0
+    )
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "all-linear,experts"])
-def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, targets):
+@pytest.mark.parametrize(
+    "targets, ranks, ep",
+    [("all-linear", 1, ""), ("all-linear,experts", 1, ""), ("all-linear,experts", 2, "--ep 2")],
+)
+def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, targets, ranks, ep):
     (tmp_path / "env.py").write_text(ENV)
     sizes = (
         "--max_prompt_tokens 24 --max_tokens 12 --tasks_per_step 4 --group_size 2 --num_steps 2 "
@@ -302,6 +330,8 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
         tmp_path / "env.py",
         sizes,
         lora,
+        ep,
+        ranks=ranks,
     )
     is_reported = (
         "k trained; no adapters on experts.down_proj, experts.gate_up_proj)"

@@ -112,6 +112,7 @@ EP_MESHES = ["ep 2 x cp 2", "ep 2 x dp 2"]
 EPOCHS = "--learner.updates_per_epoch 2 --learner.epochs 2"
 MUON = "--optim.name muon --optim.lr 1e-3 --optim.eps 1e-3 --optim.weight_decay 0.1"
 ALWAYS = "--learner.offload always"  # Needs a process group.
+ON_EXPERTS = "--actors.policy.lora.rank 3 --actors.policy.lora.targets all-linear,experts"
 RECOMPUTED = f"{ADAMW} --learner.activations recompute"
 # Name -> (model, flags, number of samples -> meshes). Two samples are fewer than the ranks that
 # train on different ones. test_equivalence.py has every loss on two ranks: here are each way to
@@ -161,6 +162,12 @@ CASES = {
         f"{RECOMPUTED} --actors.policy.lora.rank 2 --learner.microbatch_tokens 100",
         {14: ["tp 2 x dp 2", "cp 2 x tp 2"]},
     ),
+    "adapters on experts": (
+        "qwen3_moe",
+        f"{RECOMPUTED} {ON_EXPERTS}",
+        {14: [*EP_MESHES, "ep 2 x hsdp 2"]},
+    ),
+    "gpt_oss, adapters": ("gpt_oss", f"{ADAMW} {ON_EXPERTS} {ALWAYS}", {14: ["ep 2 x dp 2"]}),
 }
 SAVED = [
     ("adamw", 14, "hsdp 2 x tp 2"),
@@ -172,6 +179,7 @@ SAVED = [
     ("gpt_oss", 14, "ep 4"),
     ("qwen3_moe", 14, "tp 2 x dp 2"),
     ("biased adapters", 14, "tp 2 x dp 2"),
+    ("adapters on experts", 14, "ep 2 x dp 2"),
 ]
 ALL = [
     (case, num, mesh)
@@ -656,7 +664,7 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
         (2, "qwen3", {}, "--ep=2: a qwen3 model has no plan for experts in transformers; take"),
         (2, "llama4_text", {}, "--ep=2: a llama4_text model has no plan for experts .*--ep 1"),
         (2, "gemma4_text", {}, "--ep=2: a gemma4_text model splits layers as colwise, which"),
-        (2, "qwen3_moe", {"rank": 2, "targets": "experts"}, "--ep=2 splits no adapters on exp"),
+        (4, "qwen3_moe", {"rank": 2, "targets": "experts"}, "--ep=4 leaves one .* try --ep 2"),
         ("auto", "qwen3_moe", {"rank": 2, "quantize": "nf4"}, "no quantized model; take --ep 1"),
     ],
 )
@@ -677,6 +685,7 @@ def test_experts_that_cannot_be_split_are_refused_by_name(ep, arch, lora, messag
         ("--ep auto --dp_replicate 2", 4, 4, Mesh(dp_replicate=2, dp_shard=2, ep=2)),
         ("--ep auto", 48, 48, Mesh(dp_shard=48, ep=8)),
         ("--ep auto", 4, 0, Mesh(dp_shard=4)),
+        (f"--ep auto {ON_EXPERTS}", 4, 4, Mesh(dp_shard=4, ep=2)),
     ],
 )
 def test_auto_splits_experts_over_as_many_ranks_as_divide_them(

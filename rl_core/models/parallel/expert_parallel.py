@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import Config, LoraConfig
-from rl_core.distributed import sum_over
+from rl_core.distributed import local, sum_over
+from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.parallel.context_parallel import gathered_rows, summed_rows
 from rl_core.models.policy import backbone, matches
@@ -82,30 +84,46 @@ def check_expert_parallel(
     before any weight is read."""
     if ep == 1:
         return
-    if lora is not None and lora.rank and ("experts" in lora.targets or lora.quantize != "none"):
+    if lora is not None and lora.rank and lora.quantize != "none":
         raise ValueError(
-            f"--ep={ep} splits no adapters on experts and no quantized model; take --ep 1, or "
-            "--actors.policy.lora.targets without experts and no --actors.policy.lora.quantize"
+            f"--ep={ep} splits no quantized model; take --ep 1, or leave out "
+            "--actors.policy.lora.quantize"
         )
     if ep == "auto":
         return
-    check_experts_divide(int(ep), model_config)
+    num = check_experts_divide(int(ep), model_config)
+    if ep == num and has_adapters(lora):
+        raise ValueError(
+            f"--ep={ep} leaves one of the model's {num} experts to a rank, and peft's adapters on "
+            f"experts need two; try --ep {nearest_divisor(num, num - 1)}"
+        )
 
 
-def check_experts_divide(ep: int, model_config: PretrainedConfig, flag: str = "ep") -> None:
+def check_experts_divide(ep: int, model_config: PretrainedConfig, flag: str = "ep") -> int:
+    """The experts of a layer. Raises ValueError if they cannot be split over `ep` ranks."""
     try:
         num = num_experts(model_config)
     except ValueError as error:
         raise ValueError(f"--{flag}={ep}: {error}; take --{flag} 1") from None
     check_division(ep, num, flag)
+    return num
+
+
+def has_adapters(lora: LoraConfig | None) -> bool:
+    """True with adapters on experts."""
+    return lora is not None and lora.rank > 0 and "experts" in split(lora.targets)
 
 
 def check_division(ep: int, num: int, flag: str = "ep") -> None:
     if num % ep:
-        fits = max(n for n in range(1, ep) if num % n == 0)
+        fits = nearest_divisor(num, ep)
         raise ValueError(
             f"--{flag}={ep} must divide the model's {num} experts; try --{flag} {fits}"
         )
+
+
+def nearest_divisor(num: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if num % n == 0)
 
 
 def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> int:
@@ -113,17 +131,19 @@ def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> 
     MAX_AUTO that divides the ranks and every model's experts; 1 if a model has none."""
     if config.ep != "auto":
         return config.ep
-    common = num_shards
+    common, most = num_shards, MAX_AUTO
     for name in actors:
-        path = config.actors[name].model
-        if path is None:  # It trains an adapter of another actor's weights.
+        actor = config.actors[name]
+        if actor.model is None:  # It trains an adapter of another actor's weights.
             continue
         try:
-            num = num_experts(load_model_config(path))
+            num = num_experts(load_model_config(actor.model))
         except (OSError, ValueError):  # The checks of models report an unreadable one.
             num = 1
         common = math.gcd(common, num)
-    return max(n for n in range(1, MAX_AUTO + 1) if common % n == 0)
+        if has_adapters(actor.lora):
+            most = min(most, max(1, num // 2))
+    return nearest_divisor(common, most)
 
 
 def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
@@ -133,11 +153,15 @@ def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     make = SameTokens if flag == "tp" else Dispatch
     modules = list(expert_modules(hf).values())
     for module in modules:
-        for name, weight in module.named_parameters():
-            check_division(mesh.size(), len(weight), flag)
+        for name, weight in [*module.named_parameters()]:
+            owner, _, kind = name.rpartition(".")
+            # Matrices B of adapters have their experts last.
+            by_expert = Shard(2 if "lora_B" in name else 0)
+            check_division(mesh.size(), weight.shape[by_expert.dim], flag)
             # Each rank has the same unsharded weights, or none yet, so nothing is sent.
-            split = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(split, weight.requires_grad))
+            share = distribute_tensor(weight, mesh, [by_expert], src_data_rank=None)
+            parameter = nn.Parameter(share, weight.requires_grad)
+            module.get_submodule(owner).register_parameter(kind, parameter)
         make(module, mesh)
     return modules
 
@@ -146,30 +170,31 @@ def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
     """The dimension by which FSDP splits a share of experts over `num_parts` ranks: experts, or
     rows of each. Raises ValueError if neither can be split evenly."""
     assert isinstance(parameter, DTensor)
-    num, size, ep = *parameter.shape[:2], parameter.device_mesh.size()
+    shape = local(parameter).shape
+    for dim in (0, 1):
+        if shape[dim] % num_parts == 0:
+            return Shard(dim)
+    ep = parameter.device_mesh.size()
     [flag] = parameter.device_mesh.mesh_dim_names or ()
-    if num // ep % num_parts == 0:
-        return Shard(0)
-    if size % num_parts == 0:
-        return Shard(1)
     raise ValueError(
-        f"--{flag}={ep}: the other {num_parts} ranks of a copy must divide the {num // ep} experts "
-        f"of a rank, or their size of {size}; try --{flag} 1, or a multiple of {ep}"
+        f"--{flag}={ep}: the other {num_parts} ranks of a copy must divide the {shape[0]} experts "
+        f"of a rank, or their size of {shape[1]}; try --{flag} 1, or a multiple of {ep}"
     )
 
 
 class Dispatch:
     """Brings the tokens of all ranks to the experts of this rank, and the outputs back, by hooks
-    around the experts of a layer."""
+    around the experts of a layer and their adapters."""
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh):
-        total = next(experts.parameters()).shape[0]
         self.mesh, self.group, self.num_tokens = mesh, mesh.get_group(), 0
+        owners = [m for m in experts.modules() if hasattr(m, "num_experts")]
+        total = cast(int, owners[0].num_experts)
         self.num_experts = total // mesh.size()
         self.first = mesh.get_local_rank() * self.num_experts
-        # The forward counts its experts.
-        experts.num_experts = self.num_experts  # pyright: ignore[reportArgumentType]
-        self.sharded: dict[str, nn.Parameter | None] = {}
+        for owner in owners:  # The forward counts its experts.
+            owner.num_experts = self.num_experts  # pyright: ignore[reportArgumentType]
+        self.sharded: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
         self.tokens_P = torch.empty(0, dtype=torch.long)
         experts.register_forward_pre_hook(self.before)
         experts.register_forward_hook(self.after, always_call=True)
@@ -186,15 +211,19 @@ class Dispatch:
         rows_PD = pad(hidden_ND[self.tokens_P], (0, 0, 0, 1))
         local_P = pad(local_NK[self.tokens_P, choices_P], (0, 1))
         weights_P = pad(weights_NK[self.tokens_P, choices_P], (0, 1))
-        # The products need plain tensors.
-        self.sharded = dict(experts._parameters)
-        for name, weight in self.sharded.items():
-            experts._parameters[name] = weight.to_local()  # pyright: ignore
+        self.sharded = [(m, dict(m.named_parameters(recurse=False))) for m in experts.modules()]
+        for part, parameters in self.sharded:
+            for name, weight in parameters.items():
+                plain = local(weight)  # The products need plain tensors.
+                is_frozen = not plain.requires_grad  # Peft exchanges those that are parameters.
+                plain = nn.Parameter(plain, False) if is_frozen else plain
+                part._parameters[name] = cast(nn.Parameter, plain)
         return rows_PD, local_P[:, None], weights_P[:, None]
 
     def after(self, experts: nn.Module, args: tuple, rows_PD: Tensor | None) -> Tensor | None:
         """[T, D], the sum over ranks of the rows of this rank's tokens."""
-        experts._parameters.update(self.sharded)
+        for part, parameters in self.sharded:
+            part._parameters.update(parameters)
         if rows_PD is None:  # The forward failed.
             return None
         kind = torch.promote_types(rows_PD.dtype, torch.float32)
