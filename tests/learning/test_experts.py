@@ -22,12 +22,14 @@ from models_table import ENV, FAMILIES, family_config, load_plain, make_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.distributed import Mesh, local, on_mesh
+from rl_core.distributed import Mesh, local, on_mesh, unsharded
 from rl_core.learning.lora import adapter_parameters, adapter_weights
 from rl_core.learning.minibatches import active_parameters, pair_work
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.loading import model_class
+from rl_core.models.parallel.expert_parallel import ep_plan, split_experts
 from rl_core.models.parallel.fsdp import local_slices
+from rl_core.models.policy import without_dropout
 from rl_core.models.routers import find_routers
 from rl_core.run.display.mfu import mfu, peak_flops
 from rl_core.run.plan.option_rules import check_options
@@ -341,6 +343,41 @@ def test_a_run_says_whether_adapters_leave_out_experts(family, tmp_path, capfd, 
     assert kit.steps(out)[-1]["learn/policy/mismatch_kl_nats_max"] < 1e-6, (
         "the engine has the merged experts"
     )
+
+
+def compare_split(ranks, *folders) -> list[float]:
+    """Relative differences of logits and gradients of each model when its experts are split: a rank's
+    own, and for experts the mean over ranks."""
+    mesh, distances = on_mesh(ranks, Mesh(dp_shard=2, ep=2)).experts_mesh["ep"], []
+    for folder in folders:
+        model, found = load_plain(Path(folder)).train(), []
+        without_dropout(model)
+        draw = torch.Generator().manual_seed(ranks.rank)
+        ids = torch.randint(8, 104, (1, 9 + 4 * ranks.rank), generator=draw)
+        for is_split in (False, True):
+            if is_split:
+                assert split_experts(model, mesh)
+            model.zero_grad()
+            logits = model(input_ids=ids, use_cache=False).logits
+            logits[..., ::3].square().sum().backward()
+            tensors = {"logits": logits.detach()}
+            for name, weight in model.named_parameters():
+                grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                if ".experts." in name and not is_split:
+                    torch.distributed.all_reduce(grad.div_(2))
+                tensors[name] = unsharded(grad)
+            found.append(tensors)
+        far = [(found[1][n] - x).norm() / (x.norm() + 1e-3) for n, x in found[0].items()]
+        distances.append(max(map(float, far)))
+    return distances
+
+
+def test_split_experts_of_each_family_compute_what_whole_ones_do(family):
+    names = [name for name in FAMILIES if ep_plan(family_config(name))]
+    folders = list(map(family, names))
+    assert folders
+    for distances in of_ranks(2, __file__, "compare_split", *folders):
+        assert max(distances) < 1e-4, dict(zip(names, distances, strict=True))
 
 
 @pytest.mark.slow

@@ -212,18 +212,18 @@ class Dispatch:
         local_P = pad(local_NK[self.tokens_P, choices_P], (0, 1))
         weights_P = pad(weights_NK[self.tokens_P, choices_P], (0, 1))
         self.sharded = [(m, dict(m.named_parameters(recurse=False))) for m in experts.modules()]
-        for part, parameters in self.sharded:
+        for module, parameters in self.sharded:
             for name, weight in parameters.items():
                 plain = local(weight)  # The products need plain tensors.
-                is_frozen = not plain.requires_grad  # Peft exchanges those that are parameters.
+                is_frozen = not plain.requires_grad  # peft puts a sum in place of a parameter.
                 plain = nn.Parameter(plain, False) if is_frozen else plain
-                part._parameters[name] = cast(nn.Parameter, plain)
+                module._parameters[name] = cast(nn.Parameter, plain)
         return rows_PD, local_P[:, None], weights_P[:, None]
 
     def after(self, experts: nn.Module, args: tuple, rows_PD: Tensor | None) -> Tensor | None:
         """[T, D], the sum over ranks of the rows of this rank's tokens."""
-        for part, parameters in self.sharded:
-            part._parameters.update(parameters)
+        for module, parameters in self.sharded:
+            module._parameters.update(parameters)
         if rows_PD is None:  # The forward failed.
             return None
         kind = torch.promote_types(rows_PD.dtype, torch.float32)
