@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from rl_core.errors import counted
 from rl_core.types import RunError
 
 if TYPE_CHECKING:
@@ -105,6 +106,13 @@ class Ranks:
     group: int = 0  # number of its process group; 0 plays episodes
     store: dist.Store = field(default_factory=dist.HashStore)  # shared by all ranks
     heartbeat: Heartbeat | None = None  # None without other ranks.
+
+    @property
+    def layout(self) -> str:
+        """Ranks and flags that shards depend on, such as "4 ranks, --ep 2"."""
+        sizes = {name: getattr(self.mesh, name) for name in ("dp_replicate", "tp", "ep")}
+        flags = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+        return ", ".join([counted(self.size, "rank"), *flags])
 
     @property
     def is_writer(self) -> bool:

@@ -350,7 +350,7 @@ def compare_split(ranks, *folders) -> list[float]:
     own, and for experts the mean over ranks."""
     mesh, distances = on_mesh(ranks, Mesh(dp_shard=2, ep=2)).experts_mesh["ep"], []
     for folder in folders:
-        model, found = load_plain(Path(folder)).train(), []
+        model, passes = load_plain(Path(folder)).train(), []
         without_dropout(model)
         draw = torch.Generator().manual_seed(ranks.rank)
         ids = torch.randint(8, 104, (1, 9 + 4 * ranks.rank), generator=draw)
@@ -366,8 +366,8 @@ def compare_split(ranks, *folders) -> list[float]:
                 if ".experts." in name and not is_split:
                     torch.distributed.all_reduce(grad.div_(2))
                 tensors[name] = unsharded(grad)
-            found.append(tensors)
-        far = [(found[1][n] - x).norm() / (x.norm() + 1e-3) for n, x in found[0].items()]
+            passes.append(tensors)
+        far = [(passes[1][n] - x).norm() / (x.norm() + 1e-3) for n, x in passes[0].items()]
         distances.append(max(map(float, far)))
     return distances
 

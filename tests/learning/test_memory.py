@@ -13,6 +13,7 @@ import kit
 import pytest
 import torch
 from kit import assert_same, of_ranks, run, weights, words
+from models_table import make_family
 from safetensors.torch import load_file, save_file
 from test_learner import gradients, make_learner, ragged_samples
 from test_lora import LORA, make_lora_learner
@@ -100,19 +101,25 @@ UPDATES = {
     "phase, muon": "--learner.offload phase --optim.name muon",
     "always, muon": "--learner.offload always --optim.name muon",
     "always, tp 2": "--learner.offload always",
+    "phase, 8 bits, ep 2": "--learner.offload phase --optim.name adamw8bit",
+    "phase, fp16, ep 2": "--learner.offload phase --learner.dtype float16",
 }
 
 
-def compare_updates(ranks: Ranks, model: str) -> dict:
+def compare_updates(ranks: Ranks, model: str, experts: str) -> dict:
     """Every rank: the weights after four updates of a learner that leaves the device, and of one
     that stays."""
     results_of = {}
     for name, more in UPDATES.items():
-        of_mesh = on_mesh(ranks, Mesh(tp=2)) if "tp" in name else ranks
+        of_mesh, path = ranks, model
+        if "tp" in name:
+            of_mesh = on_mesh(ranks, Mesh(tp=2))
+        elif "ep" in name:
+            of_mesh, path = on_mesh(ranks, Mesh(dp_shard=2, ep=2)), experts
         results = {}
         for is_plain in (True, False):
             plain = "--learner.offload none" if is_plain else ""
-            learner = kit.make_learner(model, "--optim.lr 0.01", more, plain, ranks=of_mesh)
+            learner = kit.make_learner(path, "--optim.lr 0.01", more, plain, ranks=of_mesh)
             start = {n: w.clone() for n, w in learner.named_weights()}
             results[is_plain] = weights_after(
                 learner, leaves=learner.config.learner.offload == "phase"
@@ -157,8 +164,10 @@ def compare_loading(ranks: Ranks, *models: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def updated(tiny_model):
-    return of_ranks(2, __file__, "compare_updates", tiny_model)
+def updated(tiny_model, tmp_path_factory):
+    experts = tmp_path_factory.mktemp("updated") / "experts"
+    make_family(experts, "qwen3_moe")
+    return of_ranks(2, __file__, "compare_updates", tiny_model, experts)
 
 
 @pytest.mark.parametrize("kind", UPDATES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer
 
 from rl_core.config import OptimConfig
+from rl_core.distributed import Mesh
 from rl_core.learning.muon import is_block_matrix, muon, newton_schulz
 from rl_core.learning.optimizers import parameter_groups
 from rl_core.models.loading import on_meta
 from rl_core.run.saving.checkpoint import save_checkpoint
-from rl_core.run.saving.resume import load_checkpoint
+from rl_core.run.saving.resume import check_optimizer, load_checkpoint
 from rl_core.train import main
 
 
@@ -249,7 +251,7 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     assert main([*map(str, two), "--resume"]) == 1
     error = capsys.readouterr().err
     assert (
-        "8-bit optimizer state of 2 ranks, which cannot be resharded for 1; resume with as many ranks"
+        "8-bit optimizer state of 2 ranks, --dp_replicate 2, which cannot be resharded for 1 rank"
         in error
     )
     torchrun(2, "-m", "rl_core.train", *two, "--resume")
@@ -264,6 +266,21 @@ def test_8_bits_over_two_ranks_resume_with_two_and_refuse_one(
     )
     assert losses[-1] < losses[0] - 0.2
     assert one == pytest.approx(losses, abs=0.02) and one[0] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "saved", [Mesh(dp_shard=4), Mesh(dp_shard=4, ep=4), Mesh(dp_shard=2, tp=2)]
+)
+def test_8_bit_state_of_as_many_ranks_with_other_shards_is_refused(tiny_model, saved):
+    learner = make_learner(tiny_model, "--optim.name", "adamw8bit")
+    layouts = []
+    for mesh in (saved, Mesh(dp_shard=4, ep=2)):
+        ranks = replace(learner.ranks, size=4, mesh=mesh)
+        layouts.append(ranks.layout)
+    learner.ranks = ranks
+    check_optimizer(Path("step_1"), learner, "AdamW8bit", layouts[1])
+    with pytest.raises(ValueError, match=f"of {layouts[0]}, which .* for 4 ranks, --ep 2; resume"):
+        check_optimizer(Path("step_1"), learner, "AdamW8bit", layouts[0])
 
 
 @pytest.mark.parametrize(

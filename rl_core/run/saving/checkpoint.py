@@ -82,7 +82,7 @@ def saved_tensors(learner: Learner, has_optimizer: bool = True) -> dict[str, Ten
 
 
 def optimizer_tensors(learner: Learner, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """8-bit state cannot be resharded for another number of ranks, so its names hold the rank."""
+    """8-bit state cannot be resharded for another layout of ranks, so its names hold the rank."""
     tensors = {}
     for group in learner.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -176,7 +176,7 @@ def save_learner(folder: Path, learner: Learner) -> JSONObject:
         write_shards(folder, saved_tensors(learner, is_saved))
         if is_saved and (fewer := fewer_steps(learner)):
             facts["fewer_steps"] = fewer
-    return facts | {"ranks": learner.ranks.size, "is_saved": is_saved, "state": learner.state()}
+    return facts | {"layout": learner.ranks.layout, "is_saved": is_saved, "state": learner.state()}
 
 
 def fewer_steps(learner: Learner) -> dict[str, int]:

@@ -69,6 +69,6 @@ def checkpoint_at(path: Path, actor: str) -> Path:
 def load_optimizer(folder: Path, learner: Learner, facts: JSONObject) -> None:
     """Loads the optimizer state. The learner keeps its weights and its count of updates, so
     schedules start anew."""
-    check_optimizer(folder, learner, facts["name"], facts["ranks"])
+    check_optimizer(folder, learner, facts["name"], facts["layout"])
     make_state(learner, facts["steps"], facts.get("fewer_steps"))
     fill(folder, optimizer_tensors(learner, dict(learner.trained_parameters())))

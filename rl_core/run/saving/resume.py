@@ -91,7 +91,7 @@ def load_learner(
     learner: Learner,
     name: str,
     steps: int,
-    ranks: int,
+    layout: str,
     state: dict[str, float],
     is_saved: bool,
     fewer_steps: dict[str, int] | None = None,
@@ -99,7 +99,7 @@ def load_learner(
     """Restores one learner. `is_saved`: the checkpoint has the optimizer's state. `state`: state of
     the learner class. `fewer_steps`: of make_state()."""
     if is_saved and steps:
-        check_optimizer(folder, learner, name, ranks)
+        check_optimizer(folder, learner, name, layout)
         make_state(learner, steps, fewer_steps)
     elif steps and learner.ranks.rank == 0:
         print(
@@ -114,19 +114,19 @@ def load_learner(
     learner.load_state(state)
 
 
-def check_optimizer(folder: Path, learner: Learner, name: str, ranks: int) -> None:
+def check_optimizer(folder: Path, learner: Learner, name: str, layout: str) -> None:
     """Raises ValueError unless the learner's optimizer can use the state of optimizer `name` that
-    `ranks` ranks saved."""
+    ranks of this layout saved."""
     current = type(learner.optimizer).__name__
     if name != current:
         raise ValueError(
             f"{folder} holds the state of {name}, which {current} cannot use; resume with the "
             "--optim.name that it was saved with"
         )
-    if name.endswith("8bit") and ranks != learner.ranks.size:
+    if name.endswith("8bit") and layout != learner.ranks.layout:
         raise ValueError(
-            f"{folder} holds 8-bit optimizer state of {ranks} ranks, which cannot be resharded for "
-            f"{learner.ranks.size}; resume with as many ranks"
+            f"{folder} holds 8-bit optimizer state of {layout}, which cannot be resharded for "
+            f"{learner.ranks.layout}; resume with those of the checkpoint"
         )
 
 
