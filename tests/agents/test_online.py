@@ -487,12 +487,14 @@ async def test_an_engine_that_dies_is_started_again_in_the_middle(starts_again, 
         assert failed.status_code == 502 and "send the request again" in failed.text
         assert (sessions.fatal is None) == starts_again
         if starts_again:
+            engine.version = 3
             again = await mine.post("/v1/chat/completions", asked)
             assert again.json()["choices"][0]["message"]["content"] == "two"
             await mine.rate(1)
             await mine.end()
             [trajectory] = await rated(sessions)
             assert [turn.completion.text for turn in trajectory.turns] == ["one", "two"]
+            assert sessions.rated[0].oldest_version == 0
 
 
 async def play_to_be_restored(client, sessions):
