@@ -403,10 +403,12 @@ async def test_what_is_not_rated_or_read_is_left_out_and_counted(tmp_path):
         sessions.tick()
         assert (await rated(sessions))[0].reward == 1
         assert sessions.counts == {"started": 3, "no reward came": 1, "no reply was read": 1}
+    async with opened(tmp_path) as (client, sessions):
+        assert set(sessions.live) == {2}
 
 
 async def test_a_session_with_the_key_of_an_old_one_ends_it(tmp_path):
-    async with opened(tmp_path) as (client, sessions):
+    async with opened(tmp_path, max_sessions=1) as (client, sessions):
         first = await client.start(task_id="old")
         await first.say("a")
         await first.rate(1)
@@ -545,7 +547,7 @@ async def test_a_run_that_was_killed_at_any_event_goes_on_with_its_sessions(tmp_
                 await mine.end()
             scored = await rated(sessions)
             if number == len(lines):
-                assert learned(scored) == learned(known)
+                assert learned(scored) == learned(known) and session.info == {"good": 1}
             assert (await client.start()).key and len(sessions.live) == 2
         async with opened(cut, "another") as (client, sessions):  # The events since then too.
             assert learned(await rated(sessions)) == learned(scored) and len(sessions.live) == 2
