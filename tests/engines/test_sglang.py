@@ -841,7 +841,7 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
 def rows_of_run_with_a_death(
-    command: list, out: Path, kill, num_steps: int = 6, actors: tuple[str, ...] = ("policy",)
+    command: list, out: Path, kill, num_steps: int = 4, actors: tuple[str, ...] = ("policy",)
 ) -> list[dict]:
     """Calls kill(process id of the run) once two steps are done. The first actor's engine dies."""
     command = [sys.executable, "-m", *map(str, command)]
@@ -882,13 +882,15 @@ def kill_servers(pid: int) -> None:
 
 
 @needs_sglang
-def test_two_actors_on_one_server_have_their_learners_weights(warm_model, tmp_path):
-    """A server that is killed in a rollout gets both adapters again, and no group is lost."""
+def test_two_actors_on_one_server_have_their_learners_weights(tiny_model, tmp_path):
+    """A server that is killed in a rollout gets both adapters again, and no group is lost. It is
+    that of a rank that only samples."""
     out = tmp_path / "run"
-    learn = ["--num_steps", 6, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
+    learn = ["--num_steps", 4, "--tasks_per_step", 16, "--group_size", 8, "--optim.lr", "5e-3"]
+    learn += ["--rollout_ranks", 1]
     # One of them learns from truncated samples.
     learn += ["--actors.up.sampling.top_k", 20, "--actors.up.sampling.top_p", 0.9]
-    command = [*TORCHRUN, 1, "-m", "rl_core.train", *two_ways(warm_model, out, *learn)]
+    command = [*TORCHRUN, 2, "-m", "rl_core.train", *two_ways(tiny_model, out, *learn)]
     rows = rows_of_run_with_a_death(command, out, kill_servers, actors=("up", "down"))
     assert [p.name for p in out.glob("engine_*")] == ["engine_up_00000.log"]
     for name in ("up", "down"):
@@ -898,33 +900,33 @@ def test_two_actors_on_one_server_have_their_learners_weights(warm_model, tmp_pa
         assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
 
 
+@pytest.mark.slow
 @needs_sglang
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(["1"], id="in step", marks=pytest.mark.slow),
+        pytest.param(["1"], id="in step"),
         pytest.param(["2", "--rollout_ranks", "1"], id="engine rank"),
-        pytest.param(["1", "--weight_sync", "device"], id="no copy", marks=pytest.mark.slow),
+        pytest.param(["1", "--weight_sync", "device"], id="no copy"),
         pytest.param(
             ["2", "--rollout_ranks", "1", "--weight_sync", "device", "--max_staleness", "1"],
             id="no copy, engine rank",
-            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
-    ranks, warm_model, sort_data, tmp_path
+    ranks, tiny_model, sort_data, tmp_path
 ):
     command = [*TORCHRUN, ranks[0], "-m", "rl_core.train"]
     argv = flags(
-        warm_model, sort_data, tmp_path / "run", "--num_steps", 6, "--engine", "sglang", *ranks[1:]
+        tiny_model, sort_data, tmp_path / "run", "--num_steps", 4, "--engine", "sglang", *ranks[1:]
     )
     rows_of_run_with_a_death([*command, *argv], tmp_path / "run", kill_servers)
 
 
 @needs_sglang
 def test_a_running_server_gets_the_weights_after_a_new_start(
-    warm_model, sort_data, tmp_path, monkeypatch
+    tiny_model, sort_data, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SGLANG_API_KEY", "its-key")
     out, port, servers = tmp_path / "run", free_port(), []
@@ -943,7 +945,7 @@ def test_a_running_server_gets_the_weights_after_a_new_start(
             "-m",
             "sglang.launch_server",
             "--model-path",
-            str(warm_model),
+            str(tiny_model),
             "--port",
             str(port),
         ]
@@ -957,14 +959,14 @@ def test_a_running_server_gets_the_weights_after_a_new_start(
         "--actors.policy.engine_urls",
         f"http://127.0.0.1:{port}",
         "--num_steps",
-        "6",
+        "4",
         "--optim.lr",
         "6e-4",
     ]
     serve()
     try:
         rows_of_run_with_a_death(
-            ["rl_core.train", *flags(warm_model, sort_data, out, *url)], out, serve
+            ["rl_core.train", *flags(tiny_model, sort_data, out, *url)], out, serve
         )
         assert servers[0].poll() is None, "it is not the run's to end"
     finally:

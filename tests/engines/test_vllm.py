@@ -121,18 +121,18 @@ def test_a_running_server_gets_broadcasts_after_a_new_start(make_model, tmp_path
 
 
 @needs_vllm
-@pytest.mark.parametrize("num_steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_run_learns_though_its_server_is_killed_and_loses_no_group(
     num_steps, request, make_model, sort_data, tmp_path
 ):
     """In the short run, of an untrained model, the process that samples is killed, in the long one
     the process that answers."""
-    model = make_model(heads=2) if num_steps == 6 else request.getfixturevalue("warm")
+    model = make_model(heads=2) if num_steps == 4 else request.getfixturevalue("warm")
 
     def kill(pid: int) -> None:
         [server] = children_of(pid, "-f", "rl_core.engines.vllm_server")
         [core] = children_of(server, "-f", "EngineCore")
-        os.kill(int(core if num_steps == 6 else server), signal.SIGKILL)
+        os.kill(int(core if num_steps == 4 else server), signal.SIGKILL)
 
     learn = f"--engine vllm --num_steps {num_steps} --optim.lr 6e-4 --optim.warmup_steps 3"
     argv = flags(model, sort_data, tmp_path / "run", *words(learn, "--algo.clip_high 0.28"))
@@ -197,7 +197,7 @@ def test_running_servers_get_weights_after_a_new_start_of_one(
             )
 
     urls = ",".join(f"http://127.0.0.1:{port}" for port in ports)
-    learn = words("--engine vllm --num_steps 6 --optim.lr 6e-4 --actors.policy.engine_urls", urls)
+    learn = words("--engine vllm --num_steps 4 --optim.lr 6e-4 --actors.policy.engine_urls", urls)
     torchrun = "torch.distributed.run --standalone --nproc_per_node 2 -m rl_core.train"
     try:
         for port in ports:
