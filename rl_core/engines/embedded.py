@@ -305,7 +305,7 @@ class EmbeddedEngine(Engine):
             self.version = version
 
     async def load_adapter(self, weights: Iterable[tuple[str, Tensor]], *, adapter: str) -> None:
-        """Replaces an adapter that no request uses, while requests with others run."""
+        """See Engine."""
         requests = (*self._waiting, *self._active)
         used = {request.adapter for request in requests if not request.future.done()}
         assert self._adapters is not None and adapter not in used, adapter

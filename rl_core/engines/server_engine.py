@@ -94,7 +94,8 @@ class ServedEngine(Engine):
         self._slots: dict[str, AdapterSlot] = {}  # Key: actor.
         self._needs_update = False  # True if the running server lacks weights.
         self._asleep: set[str] = set()  # Released tags of `memory`.
-        self._changing, self._may_run = asyncio.Lock(), asyncio.Event()
+        self._changing, self._loading = asyncio.Lock(), asyncio.Lock()
+        self._may_run = asyncio.Event()
         self._may_run.set()
         self._num_asked = 0  # Open sampling requests.
         self._aborts: set[asyncio.Task] = set()
@@ -164,7 +165,7 @@ class ServedEngine(Engine):
                 await self._release(["kv_cache"])  # The learner needs the device too.
             await self._load()
         for slot in self._slots.values():
-            await self.load_adapter(slot.folder)
+            await self.load_adapter_files(slot.folder)
         self._is_started = True
 
     async def _release(self, tags: Iterable[str]) -> None:
@@ -287,13 +288,19 @@ class ServedEngine(Engine):
         if self._is_served:
             with contextlib.suppress(EngineDied):
                 await self._be_awake((), restarts=True)  # Adapters have slots while it sleeps.
-                await self.load_adapter(folder)
+                await self.load_adapter_files(folder)
         self._slots[actor] = AdapterSlot(version=version, folder=folder)
         if old is not None:
             self.transfer.files.remove(old.folder)
             if self._is_served:
                 with contextlib.suppress(EngineDied):
                     await self.unload_adapter(old)
+
+    async def load_adapter(self, weights: Iterable[tuple[str, Tensor]], *, adapter: str) -> None:
+        """See Engine. One adapter at a time, because the server has one slot to spare."""
+        async with self._loading:
+            old = self._slots.get(adapter)
+            await self._send_adapter(adapter, weights, old.version + 1 if old else 1)
 
     def _check_idle(self) -> None:
         if self._num_asked and self._may_run.is_set():
@@ -442,7 +449,7 @@ class ServedEngine(Engine):
         """Drops the KV cache once the server is idle."""
         raise NotImplementedError
 
-    async def load_adapter(self, folder: Path) -> None:
+    async def load_adapter_files(self, folder: Path) -> None:
         """Loads an adapter under the folder's name."""
         raise NotImplementedError
 

@@ -184,7 +184,7 @@ class SGLangEngine(ServedEngine):
                     raise
             await asyncio.sleep(0.1)
 
-    async def load_adapter(self, folder: Path) -> None:
+    async def load_adapter_files(self, folder: Path) -> None:
         await self._ask("load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
 
     async def unload_adapter(self, slot: AdapterSlot) -> None:

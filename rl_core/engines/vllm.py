@@ -232,7 +232,7 @@ class VLLMEngine(ServedEngine):
         await self._ask(PAUSE, {})
         await self._ask(RESUME, {})
 
-    async def load_adapter(self, folder: Path) -> None:
+    async def load_adapter_files(self, folder: Path) -> None:
         body = {"lora_name": folder.name, "lora_path": str(folder)}
         await self._ask("v1/load_lora_adapter", body)
 

@@ -117,6 +117,10 @@ class Engine:
         unknown, missing or misshapen tensor, RuntimeError while requests run unless the engine is
         paused."""
 
+    async def load_adapter(self, weights: NamedWeights, *, adapter: str) -> None:
+        """Replaces an adapter that no request uses, while requests with others run."""
+        raise NotImplementedError
+
     async def sleep(self) -> None:
         """Frees device memory; RuntimeError while requests run unless it is paused."""
 

@@ -188,8 +188,9 @@ class MultiLora:
         self.check_rank(asked.rank)
         if asked.train_unembed and not self.has_head:
             raise ValueError(
-                "train_unembed=True is not supported for this base model, whose logits are more "
-                "than a product with the head; give train_unembed=False"
+                "train_unembed=True is not supported: the base model's logits are more than a "
+                "product with the head, or the server's --engine has no adapters of the head; give "
+                "train_unembed=False"
             )
         if not (asked.train_mlp or asked.train_attn or asked.train_unembed):
             raise ValueError("train_mlp, train_attn and train_unembed are all False; set one")

@@ -6,16 +6,18 @@ import asyncio
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 from uuid import uuid4
 
 from torch import Tensor
 
-from rl_core.engines.embedded import EmbeddedEngine
+from rl_core.engines.factory import MakeEngine
 from rl_core.engines.options import make_sampler
 from rl_core.learning.lora import second_model
-from rl_core.models.loading import load_hf_model
+from rl_core.models.loading import load_hf_model, load_model_config, on_meta
 from rl_core.models.policy import end_token_ids
-from rl_core.sampling.engine import EmbeddedSpec, EngineSpec
+from rl_core.sampling.engine import EmbeddedSpec, Engine, EngineDied, EngineSpec, WeightOwner
 from rl_core.tinker.multi_lora import SCRATCH, MultiLora, scaling_of
 from rl_core.tinker.queue import FairGate, Refused
 from rl_core.tinker.wire import Lora, Sampling
@@ -37,11 +39,21 @@ class SnapshotSampler:
     """`num_slots` snapshots at once. The least recently used one of the tenant with most of them
     makes room for a new one."""
 
-    def __init__(self, lora: MultiLora, path: str, num_slots: int, num_rows: int, **spec):
+    def __init__(
+        self,
+        lora: MultiLora,
+        engine: type[Engine],
+        path: str,
+        num_slots: int,
+        num_rows: int,
+        **spec,
+    ):
         """`path`: of the base model. `num_rows`: requests that are decoded at once. `spec`: further
         arguments of EngineSpec."""
         self.lora, policy, device = lora, lora.policy, lora.ranks.device
-        if policy.is_shareable:
+        if engine.weight_owner is WeightOwner.SERVER:
+            module = on_meta(load_model_config(path))
+        elif policy.is_shareable:
             module = second_model(policy.hf)
         else:
             module = load_hf_model(path, policy.compute_dtype, device)
@@ -49,7 +61,7 @@ class SnapshotSampler:
         config |= {"lora_alpha": lora.max_rank}  # Weights arrive scaled.
         self.end_ids = tuple(end_token_ids(path))
         self.slots = [f"snapshot{number}" for number in range(num_slots)]
-        self.engine = EmbeddedEngine(
+        self.engine = cast(MakeEngine, engine)(
             EngineSpec(
                 name="tinker",
                 model=path,
@@ -76,8 +88,9 @@ class SnapshotSampler:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     async def start(self) -> None:
-        """Fills all adapters with zeros: layers are computed by modules with adapters from here
-        on."""
+        """Starts the engine and fills all adapters with zeros: layers are computed by modules with
+        adapters from here on."""
+        await self.in_thread(self.engine.wake())
         for slot in self.slots:
             await self.in_thread(self.engine.load_adapter(self.lora.padded({}), adapter=slot))
 
@@ -134,15 +147,17 @@ class SnapshotSampler:
 
     def params(self, asked: Sampling, num_prompt: int) -> SamplingParams:
         """Raises ValueError for a prompt without room for a token."""
-        room = self.engine.max_context_tokens - num_prompt
+        max_tokens = self.lora.max_tokens
+        room = max_tokens - num_prompt
         if room < 1:
             raise ValueError(
-                f"the prompt has {num_prompt} tokens; --max_context_tokens is "
-                f"{self.engine.max_context_tokens}"
+                f"the prompt has {num_prompt} tokens; --max_context_tokens is {max_tokens}"
             )
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         texts = tuple(text for text in stop if isinstance(text, str))
-        ids = tuple(number for number in stop if isinstance(number, int))
+        numbers = [number for number in stop if isinstance(number, int)]
+        # vLLM refuses ids that are no token's.
+        ids = tuple(number for number in numbers if 0 <= number < self.lora.vocab_size)
         return SamplingParams(
             max_tokens=min(asked.max_tokens or room, room),
             temperature=asked.temperature,
@@ -161,11 +176,18 @@ class SnapshotSampler:
         seeds: list[int],
         adapter: str,
     ) -> list[Completion]:
-        """A completion for each seed."""
+        """A completion for each seed. A server that died is started again."""
+
+        async def generate(seed: int) -> Completion:
+            ask = partial(self.engine.generate, ids, params, seed=seed, adapter=adapter)
+            try:
+                return await ask(images=images)
+            except EngineDied:
+                await self.engine.wake()
+                return await ask(images=images)
 
         def start(seed: int):
-            work = self.engine.generate(ids, params, seed=seed, adapter=adapter, images=images)
-            return self.in_thread(work)
+            return self.in_thread(generate(seed))
 
         tasks = [asyncio.ensure_future(self.gate.run(tenant, lambda s=s: start(s))) for s in seeds]
         try:

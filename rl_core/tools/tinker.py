@@ -29,9 +29,7 @@ FIXED = ["--algorithm=sft", "--max_tokens=1", "--learner.updates_per_epoch=1"]
 def main(argv: list[str]) -> int:
     if argv[:1] == ["export"]:
         return export(argv[1:])
-    args, config = read_flags(argv)
-    say_loading()
-    return run(args, config)
+    return run(*read_flags(argv))
 
 
 def read_flags(argv: list[str]) -> tuple[argparse.Namespace, Config]:
@@ -64,7 +62,10 @@ def read_flags(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     for flag, value in (("ep", config.ep), ("tp", config.tp)):
         if value != 1:
             raise ValueError(f"--{flag} {value}: the server splits no models; leave it out")
-    return args, with_actors(config, args)
+    say_loading()
+    config = with_actors(config, args)
+    check_sampler(config)
+    return args, config
 
 
 def run(args: argparse.Namespace, config: Config) -> int:
@@ -92,12 +93,15 @@ def make_tenants(
 
     from rl_core.data.pretrained import load_pretrained
     from rl_core.engines.factory import max_episodes
+    from rl_core.engines.options import ENGINES
+    from rl_core.engines.server_spec import server_spec
     from rl_core.tinker.sampler import SnapshotSampler
     from rl_core.tinker.tenants import Tenants
 
     out = Path(args.out)
     sampler = SnapshotSampler(
         lora,
+        ENGINES[config.engine](),
         args.model,
         args.max_snapshots,
         max_episodes(config, 1),
@@ -105,21 +109,44 @@ def make_tenants(
         memory_frac=config.engine_memory_frac,
         seed=config.seed,
         log=out / "engine.log",
+        server=server_spec(config, "", {}),
         start_timeout_s=config.timeout_s,
     )
     return Tenants(lora, sampler, args.model, out, num_tenants)
 
 
 def with_actors(config: Config, args: argparse.Namespace) -> Config:
-    """A LoRA actor for each model of a client, all over one base, and one for snapshots."""
+    """A LoRA actor for each model of a client, all over one base, and one for snapshots. Servers
+    have no adapters of the head."""
+    from rl_core.engines.options import ENGINES
     from rl_core.learning.lora import HEAD
     from rl_core.tinker.multi_lora import SCRATCH
 
-    lora = LoraConfig(rank=args.max_rank, alpha=args.lora_alpha, targets=f"all-linear,{HEAD}")
+    engine = "embedded" if config.engine == "auto" else config.engine
+    targets = "all-linear" if ENGINES[engine]().lora_layers else f"all-linear,{HEAD}"
+    lora = LoraConfig(rank=args.max_rank, alpha=args.lora_alpha, targets=targets)
     actors = {SCRATCH: ActorConfig(model=args.model, lora=lora)}
     for number in range(args.max_models):
         actors[f"model{number}"] = ActorConfig(model=args.model, lora=lora, lora_base=SCRATCH)
-    return replace(config, actors=actors, model=None, engine="embedded")
+    return replace(config, actors=actors, model=None, engine=engine)
+
+
+def check_sampler(config: Config) -> None:
+    """Raises ValueError if the engine cannot run here, or cannot apply the clients' adapters."""
+    from rl_core.engines.checks import check_engines
+    from rl_core.engines.options import ENGINES
+    from rl_core.learning.lora import is_served
+    from rl_core.run.plan.engine import num_ranks
+    from rl_core.tinker.multi_lora import SCRATCH
+
+    engine, actor = ENGINES[config.engine](), config.actors[SCRATCH]
+    assert actor.model
+    if engine.lora_layers and not is_served(actor.model, actor.lora, engine.lora_layers):
+        raise ValueError(
+            f"--engine {config.engine} has no adapters of some layers of {actor.model}; leave it "
+            "out"
+        )
+    check_engines(config, {SCRATCH: engine}, num_ranks(), is_planned=False)
 
 
 def make_lora(args: argparse.Namespace, config: Config) -> MultiLora:

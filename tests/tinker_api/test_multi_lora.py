@@ -407,3 +407,8 @@ def test_adapters_that_cannot_be_trained_are_refused(lora, asked, match):
 def test_flags_that_the_server_cannot_use_are_refused(flags, says):
     with pytest.raises(ValueError, match=says):
         read_flags(["--model", "m", *flags.split()])
+
+
+def test_a_base_that_servers_cannot_adapt_is_refused(make_model):
+    with pytest.raises(ValueError, match="--engine vllm has no adapters of some layers of"):
+        read_flags(["--model", str(make_model("qwen3_vl", heads=2)), "--engine", "vllm"])

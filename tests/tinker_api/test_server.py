@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
+import os
 import random
 import re
+import signal
 import socket
 import threading
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 
 import aiohttp
 import numpy as np
 import pytest
 from bodies import forward_backward, row
 from peft import PeftModel
+from test_engine_contract import KINDS
 from test_multi_lora import ADAM, LORA, read_output, rows
 from transformers import AutoModelForCausalLM
 
+from rl_core.engines.remote import ask
 from rl_core.tinker import queue
 from rl_core.tinker import tenants as tenants_module
 from rl_core.tinker.server import TinkerServer
@@ -47,10 +53,13 @@ class Client:
             return await response.read() if is_proto else await response.json()
 
     async def result(self, path, body):
-        """The result of a request with a promise, sent twice."""
+        """The result of a request with a promise, sent twice. Asks again while it is pending."""
         promise = await self.post(path, body)
         assert await self.post(path, body) == promise, "a repeat has the first promise"
-        return await self.post("retrieve_future", {"request_id": promise["request_id"]})
+        while True:
+            result = await self.post("retrieve_future", {"request_id": promise["request_id"]})
+            if isinstance(result, bytes) or result.get("type") != "try_again":
+                return result
 
     async def begin(self, **lora):
         self.seq = 0
@@ -111,26 +120,27 @@ def made(tiny_model, tmp_path_factory) -> Tenants:
     return make_tenants(args, config, make_lora(args, config))
 
 
+@asynccontextmanager
+async def serve(tenants):
+    """(client of tenant alice, of bob, the server's tenants)"""
+    keys = read_keys(tenants.out / "keys", ["alice", "bob"])
+    server = TinkerServer(tenants, keys)
+    await tenants.sampler.start()
+    working = asyncio.create_task(tenants.turns.work())
+    url = f"http://127.0.0.1:{await server.http.listen()}"
+    async with aiohttp.ClientSession() as http:
+        clients = [Client(http, url, key, tenants.model) for key in keys.values()]
+        yield (*clients, tenants)
+    working.cancel()
+    await server.http.close()
+
+
 @pytest.fixture
 def serving(made, tiny_model, tmp_path):
-    """serving() -> (client of tenant alice, of bob, the server's tenants)"""
-
-    @asynccontextmanager
-    async def serve():
-        tenants = Tenants(made.lora, made.sampler, str(tiny_model), tmp_path, num_tenants=2)
-        tenants.sampler.snapshots.clear()
-        keys = read_keys(tmp_path / "keys", ["alice", "bob"])
-        server = TinkerServer(tenants, keys)
-        await tenants.sampler.start()
-        working = asyncio.create_task(tenants.turns.work())
-        url = f"http://127.0.0.1:{await server.http.listen()}"
-        async with aiohttp.ClientSession() as http:
-            clients = [Client(http, url, key, str(tiny_model)) for key in keys.values()]
-            yield (*clients, tenants)
-        working.cancel()
-        await server.http.close()
-
-    return serve
+    """serving(): see serve()"""
+    tenants = Tenants(made.lora, made.sampler, str(tiny_model), tmp_path, num_tenants=2)
+    tenants.sampler.snapshots.clear()
+    return lambda: serve(tenants)
 
 
 async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp_path):
@@ -325,6 +335,50 @@ async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
             snapshot.num_users += 1
         error = (await alice.sampler(sampling_session_seq_id=7))["error"]
         assert "all 2 snapshots are sampling" in error
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+async def test_a_real_engine_samples_with_the_learners_logprobs(kind, make_model, tmp_path):
+    """Two of three saved adapters are loaded at once, also by a server that was killed."""
+    flags = ["--engine", kind, "--out", str(tmp_path), "--max_context_tokens", "128", *FLAGS]
+    flags += ["--tenants", "alice,bob"]
+    args, config = read_flags(["--model", str(make_model(heads=2)), *flags])
+    tenants, samplers = make_tenants(args, config, make_lora(args, config)), []
+    engine, ([ids], numbers) = tenants.sampler.engine, (rows(1), count())
+
+    async def check(client, sampler, **params):
+        tokens, sampled, _ = read_samples(
+            await client.sample(sampler, ids, next(numbers), num=2, **params)
+        )
+        for sequence, logprobs in zip(tokens, sampled, strict=True):
+            body = await client.sample(sampler, ids + sequence, next(numbers), max_tokens=1)
+            ours = read_samples(body)[2]
+            assert logprobs == pytest.approx(ours[len(ids) :].tolist(), abs=1e-4)
+        return ours[1 : len(ids)]
+
+    async with serve(tenants) as (alice, bob, _):
+        assert "give train_unembed=False" in (await alice.begin())["error"]
+        for seed, client in enumerate((alice, bob, alice)):
+            if seed < 2:
+                await client.begin(train_unembed=False)
+            for _ in range(4):
+                await client.learn(seed)
+            named = await client.sampler(path=f"w{seed}")
+            asked = {"session_id": client.session, "sampling_session_seq_id": seed}
+            asked["model_path"] = named["path"]
+            made = await client.post("create_sampling_session", asked)
+            samplers.append((client, made["sampling_session_id"]))
+        prompts = [await check(*each) for each in samplers for _ in range(2)]
+        assert abs(prompts[0] - prompts[2]).max() > 0.1, "adapters too weak to be distinguished"
+        _, models = await ask(f"{engine.server.url}/v1/models", token=engine.server.key)
+        assert len(json.loads(models)["data"]) == 1 + 2
+        asking = asyncio.create_task(check(*samplers[2], max_tokens=100, stop=[1000]))
+        while not engine._num_asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        os.killpg(engine.server.process.pid, signal.SIGKILL)
+        assert (await asking).tolist() == pytest.approx(prompts[-1].tolist(), abs=1e-5)
+        await check(*samplers[1])
+    await asyncio.to_thread(tenants.sampler.close)
 
 
 async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
