@@ -341,7 +341,6 @@ async def test_snapshots_make_room_for_newer_ones_of_their_tenant(serving):
 async def test_a_real_engine_samples_with_the_learners_logprobs(kind, make_model, tmp_path):
     """Two of three saved adapters are loaded at once, also by a server that was killed."""
     flags = ["--engine", kind, "--out", str(tmp_path), "--max_context_tokens", "128", *FLAGS]
-    flags += ["--tenants", "alice,bob"]
     args, config = read_flags(["--model", str(make_model(heads=2)), *flags])
     tenants, samplers = make_tenants(args, config, make_lora(args, config)), []
     engine, ([ids], numbers) = tenants.sampler.engine, (rows(1), count())
