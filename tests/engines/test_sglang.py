@@ -882,7 +882,7 @@ def kill_servers(pid: int) -> None:
 
 
 @needs_sglang
-def test_two_actors_on_one_server_have_their_learners_weights(tiny_model, tmp_path):
+def test_two_actors_on_one_server_have_their_learners_weights(warm_model, tmp_path):
     """A server that is killed in a rollout gets both adapters again, and no group is lost. It is
     that of a rank that only samples."""
     out = tmp_path / "run"
@@ -890,7 +890,7 @@ def test_two_actors_on_one_server_have_their_learners_weights(tiny_model, tmp_pa
     learn += ["--rollout_ranks", 1]
     # One of them learns from truncated samples.
     learn += ["--actors.up.sampling.top_k", 20, "--actors.up.sampling.top_p", 0.9]
-    command = [*TORCHRUN, 2, "-m", "rl_core.train", *two_ways(tiny_model, out, *learn)]
+    command = [*TORCHRUN, 2, "-m", "rl_core.train", *two_ways(warm_model, out, *learn)]
     rows = rows_of_run_with_a_death(command, out, kill_servers, actors=("up", "down"))
     assert [p.name for p in out.glob("engine_*")] == ["engine_up_00000.log"]
     for name in ("up", "down"):
@@ -915,18 +915,18 @@ def test_two_actors_on_one_server_have_their_learners_weights(tiny_model, tmp_pa
     ],
 )
 def test_a_server_that_is_killed_in_a_rollout_loses_no_group(
-    ranks, tiny_model, sort_data, tmp_path
+    ranks, warm_model, sort_data, tmp_path
 ):
     command = [*TORCHRUN, ranks[0], "-m", "rl_core.train"]
     argv = flags(
-        tiny_model, sort_data, tmp_path / "run", "--num_steps", 4, "--engine", "sglang", *ranks[1:]
+        warm_model, sort_data, tmp_path / "run", "--num_steps", 4, "--engine", "sglang", *ranks[1:]
     )
     rows_of_run_with_a_death([*command, *argv], tmp_path / "run", kill_servers)
 
 
 @needs_sglang
 def test_a_running_server_gets_the_weights_after_a_new_start(
-    tiny_model, sort_data, tmp_path, monkeypatch
+    warm_model, sort_data, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("SGLANG_API_KEY", "its-key")
     out, port, servers = tmp_path / "run", free_port(), []
@@ -945,7 +945,7 @@ def test_a_running_server_gets_the_weights_after_a_new_start(
             "-m",
             "sglang.launch_server",
             "--model-path",
-            str(tiny_model),
+            str(warm_model),
             "--port",
             str(port),
         ]
@@ -966,7 +966,7 @@ def test_a_running_server_gets_the_weights_after_a_new_start(
     serve()
     try:
         rows_of_run_with_a_death(
-            ["rl_core.train", *flags(tiny_model, sort_data, out, *url)], out, serve
+            ["rl_core.train", *flags(warm_model, sort_data, out, *url)], out, serve
         )
         assert servers[0].poll() is None, "it is not the run's to end"
     finally:

@@ -72,13 +72,13 @@ def dying_run() -> None:
     "more", [[], pytest.param(["--max_staleness", "1"], marks=pytest.mark.slow)]
 )
 def test_two_learners_send_their_shards_again_to_servers_that_died(
-    more, torchrun, tiny_model, sort_data, tmp_path
+    more, torchrun, warm_model, sort_data, tmp_path
 ):
     """Once in an update, once in a rollout. A save puts servers to sleep, and they keep no copy."""
     out = tmp_path / "run"
     learn = ["--engine", "sglang", "--weight_sync", "device", "--num_steps", "5"]
     learn += ["--optim.lr", "1e-3", "--save_every", "3", *more]
-    torchrun(2, __file__, *flags(tiny_model, sort_data, out, *learn), timeout_s=900)
+    torchrun(2, __file__, *flags(warm_model, sort_data, out, *learn), timeout_s=900)
     rows = metrics(out)
     assert len(rows) == 5 and sum(row["rollout/policy/engine_restarts"] for row in rows) == 2
     assert all(row["rollout/policy/failed"] == 0 for row in rows), "no group is lost"
