@@ -38,7 +38,7 @@ from rl_core.engines.kv_slots import (
     head_weight,
     sample,
 )
-from rl_core.engines.requests import check_logprobs, check_request, decoded, note_version
+from rl_core.engines.requests import NO_LOGPROB, check_request, decoded, note_version
 from rl_core.models.cpu_offload import HostCopies
 from rl_core.models.loading import max_positions
 from rl_core.sampling.engine import Engine, EngineSpec, WeightOwner
@@ -414,7 +414,7 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        self._leave([request for request in self._active if request.future.done()])  # Cancelled.
+        self._leave([request for request in self._active if request.future.done()])
         # A prefill costs a forward however small it is: wait for more requests, but not for long.
         num_new = min(len(self._waiting), self.capacity - len(self._active))
         self._steps_since_refill += 1
@@ -652,15 +652,29 @@ class EmbeddedEngine(Engine):
     def _received(self, requests: list[GenerationRequest], sampled: Tensor) -> Step:
         tokens, logprobs, *kept = sampled.tolist()  # The one wait for the device.
         if math.isnan(sum(logprobs)):
-            check_logprobs(logprobs)
+            self._fail_nan(requests, logprobs)
         if kept:
             self._keep_ids(requests, kept)
         return tokens, logprobs
+
+    def _fail_nan(self, requests: list[GenerationRequest], logprobs: list[float]) -> None:
+        """Raises an error in generate() of requests without a logprob, which leave with the next
+        step. Clears their rows: masked values of whoever has the row next must be finite."""
+        length = max(len(request.ids) for request in self._active)
+        length += len(self._batch.steps) if self._batch else 0
+        for request, logprob in zip(requests, logprobs, strict=True):
+            if math.isnan(logprob):
+                if not request.future.done():
+                    request.future.set_exception(ValueError(NO_LOGPROB))
+                if self._slots.is_batched:
+                    self._cache.clear(request.row, length)
 
     def _finish_ended(self, requests: list[GenerationRequest]) -> None:
         """Finishes the requests that their newest token ended."""
         ended = []
         for request in requests:
+            if request.future.done():  # Failed or cancelled.
+                continue
             params, token = request.params, request.ids[-1]
             if len(request.ids) >= request.end or params.stop or token in params.stop_token_ids:
                 request.completion.finish_reason = self._finish_reason(request)

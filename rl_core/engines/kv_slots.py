@@ -66,6 +66,10 @@ class SlotCache:
             first.copy_(second)
             second.copy_(kept)
 
+    def clear(self, row: int, length: int) -> None:
+        for cache in self.tensors:
+            cache[..., row, :, :length, :] = 0
+
     def snapshot(self, row: int, length: int) -> Snapshot:
         return [cache[..., row, :, :length, :].clone() for cache in self.tensors]
 

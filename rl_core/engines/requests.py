@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from rl_core.data.pretrained import Tokenizer
 from rl_core.types import Completion, SamplingParams
 
+NO_LOGPROB = "the model's logits are NaN; its weights have diverged or were never loaded"
+
 
 def check_request(prompt_ids: list[int], params: SamplingParams, max_context_tokens: int) -> None:
     """Raises ValueError for a request that no engine can answer."""
@@ -40,9 +42,7 @@ def decoded(tokenizer: Tokenizer, ids: list[int], keeps_special: bool = False) -
 def check_logprobs(logprobs: Sequence[float | None]) -> None:
     """Raises ValueError if a sampled token has no logprob, or NaN."""
     if any(value is None or math.isnan(value) for value in logprobs):
-        raise ValueError(
-            "the model's logits are NaN; its weights have diverged or were never loaded"
-        )
+        raise ValueError(NO_LOGPROB)
 
 
 def note_version(completion: Completion, version: int) -> None:

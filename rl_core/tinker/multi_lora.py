@@ -87,7 +87,7 @@ HIDDEN = {
 
 
 @dataclass(kw_only=True, slots=True)
-class Sequence:
+class DatumSequence:
     """A datum in token ids, with an array for each input of its loss."""
 
     ids: np.ndarray  # [n] int64; tokens of images are negative.
@@ -185,13 +185,7 @@ class MultiLora:
     def create(self, name: str, lora: JSONObject, seed: int) -> None:
         """A new adapter. Raises ValueError for one that this server cannot train."""
         asked, learner = Lora(**lora), self.learners[name]
-        self.check_rank(asked.rank)
-        if asked.train_unembed and not self.has_head:
-            raise ValueError(
-                "train_unembed=True is not supported: the base model's logits are more than a "
-                "product with the head, or the server's --engine has no adapters of the head; give "
-                "train_unembed=False"
-            )
+        self.check(asked)
         if not (asked.train_mlp or asked.train_attn or asked.train_unembed):
             raise ValueError("train_mlp, train_attn and train_unembed are all False; set one")
         draw_adapter(self.policy.hf, seed, learner.adapter)
@@ -204,11 +198,26 @@ class MultiLora:
                     local[max(0, asked.rank - (slices[0].start or 0)) :] = 0
         self.adopt(name, asked)
 
-    def check_rank(self, rank: int) -> None:
-        if rank > self.max_rank:
+    def check(self, lora: Lora) -> None:
+        if lora.rank > self.max_rank:
             raise ValueError(
-                f"rank={rank} is above the server's --max_rank {self.max_rank}; lower it, or "
+                f"rank={lora.rank} is above the server's --max_rank {self.max_rank}; lower it, or "
                 "restart the server with a higher one"
+            )
+        if lora.train_unembed and not self.has_head:
+            raise ValueError(
+                "train_unembed=True is not supported: the base model's logits are more than a "
+                "product with the head, or the server's --engine has no adapters of the head; give "
+                "train_unembed=False"
+            )
+
+    def check_saved(self, facts: JSONObject) -> None:
+        """Raises ValueError for saved weights that this server cannot use."""
+        self.check(Lora(**facts["lora"]))
+        if facts["alpha"] != self.alpha:
+            raise ValueError(
+                f"the weights were saved with --lora_alpha {facts['alpha']}; restart the server "
+                "with it"
             )
 
     def adopt(self, name: str, lora: Lora) -> None:
@@ -255,7 +264,7 @@ class MultiLora:
 
     def sequence(
         self, datum: Datum, request: ForwardBackward, settings: dict[str, float]
-    ) -> Sequence:
+    ) -> DatumSequence:
         ids, images = self.token_ids(datum.chunks)
         inputs, _ = LOSSES[request.loss_fn]
         if unknown := sorted(datum.inputs.keys() - inputs - {"target_tokens"}):
@@ -279,7 +288,7 @@ class MultiLora:
         if columns["target_tokens"].dtype != np.int64:
             raise ValueError("target_tokens are float32; give int64")
         self.check_ids(columns["target_tokens"], "target_tokens")
-        return Sequence(ids=ids, images=images, columns=columns)
+        return DatumSequence(ids=ids, images=images, columns=columns)
 
     def token_ids(self, chunks: list[Chunk]) -> tuple[np.ndarray, tuple[InputImage, ...]]:
         """Token ids of a model input, and its images."""
@@ -311,7 +320,7 @@ class MultiLora:
             raise ValueError(f"{source} has ids outside of the vocabulary of {self.vocab_size}")
 
     def packed(
-        self, learner: Learner, sequences: list[Sequence]
+        self, learner: Learner, sequences: list[DatumSequence]
     ) -> tuple[list[PackedBatch], list[Members]]:
         """This rank's batches, and the sequences in each. Sequences that begin alike stand
         together."""
@@ -413,7 +422,7 @@ class MultiLora:
             self.in_scratch = snapshot
         tokens = np.asarray(ids, np.int64)
         columns = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
-        sequence = Sequence(ids=tokens[:-1], images=(), columns=columns)
+        sequence = DatumSequence(ids=tokens[:-1], images=(), columns=columns)
         batches, members = self.packed(learner, [sequence])
         losses = RequestLosses("cross_entropy", {}, [sequence], members)
         adapter = learner.adapter if snapshot else ""
@@ -426,7 +435,7 @@ class MultiLora:
     def save(self, name: str, folder: str, facts: JSONObject, has_state: bool) -> None:
         """Writes a folder with the adapter for peft and, if has_state, all that training needs."""
         learner, lora, target = self.learners[name], self.loras[name], Path(folder)
-        facts = facts | {"lora": lora.model_dump(), "max_rank": self.max_rank}
+        facts = facts | {"lora": lora.model_dump(), "max_rank": self.max_rank, "alpha": self.alpha}
         weights = self.weights(name)
         with_adapter = target.with_name(f".{target.name}.adapter") / ADAPTER
         if self.ranks.rank == 0:
@@ -507,7 +516,7 @@ class RequestLosses:
         self,
         loss_fn: str,
         settings: dict[str, float],
-        sequences: list[Sequence],
+        sequences: list[DatumSequence],
         members: list[Members],
     ):
         self.loss_fn, self.settings, self.sequences = loss_fn, settings, sequences

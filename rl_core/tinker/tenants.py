@@ -385,7 +385,7 @@ class Tenants:
         folder = folder_of(self.out, tenant, path)
         facts = read_facts(folder, replace(self.lora.ranks, size=1))
         self.check_base(facts["base_model"])
-        self.lora.check_rank(facts["lora"]["rank"])
+        self.lora.check_saved(facts)
         return folder, facts
 
     # Samples

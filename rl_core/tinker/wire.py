@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rl_core.types import JSON
 
@@ -24,6 +24,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # Wire types.
 FLOAT32, INT64 = 1, 2  # DType.
 DTYPES = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 MAX_VARINT = 10  # Bytes.
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # Of a request for samples; characters.
 Field_: TypeAlias = "tuple[int, int | memoryview]"
 
 
@@ -350,7 +351,23 @@ class Sampling(ClientRequest):
     stop: str | list[str] | list[int] | None = None
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: int = -1
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
+
+    @field_validator("temperature")
+    @classmethod
+    def check_temperature(cls, value: float) -> float:
+        if 0 < value < 1e-4:
+            raise ValueError("must be 0, which is greedy, or at least 0.0001")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def check_stop(cls, stop: str | list[str] | list[int] | None) -> object:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        lengths = [len(text) for text in stops if isinstance(text, str)]
+        if len(stops) > MAX_STOPS or max(lengths, default=0) > MAX_STOP_LENGTH:
+            raise ValueError(f"at most {MAX_STOPS} of at most {MAX_STOP_LENGTH} characters")
+        return stop
 
 
 # Fields of a request for samples that this server refuses.
@@ -375,7 +392,8 @@ class Sample(ClientRequest):
     def num_tokens(self, longest: int) -> int:
         """Tokens of the prompt, an image's bytes among them, and of the longest samples."""
         of_prompt = sum(len(chunk.tokens) + len(chunk.data) for chunk in self.prompt.chunks)
-        return of_prompt + self.num_samples * (self.sampling_params.max_tokens or longest)
+        max_tokens = min(self.sampling_params.max_tokens or longest, longest)
+        return of_prompt + self.num_samples * max_tokens
 
     @model_validator(mode="before")
     @classmethod

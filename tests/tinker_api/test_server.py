@@ -143,8 +143,8 @@ def serving(made, tiny_model, tmp_path):
     return lambda: serve(tenants)
 
 
-async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp_path):
-    async with serving() as (alice, _, _):
+async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp_path, monkeypatch):
+    async with serving() as (alice, _, tenants):
         await alice.begin()
         info = await alice.post("get_info", {"model_id": alice.model_id})
         assert info["lora_rank"] == 4
@@ -177,6 +177,17 @@ async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp
         oracle = exported(named["path"], tmp_path, tiny_model)
         assert prompt[1:].tolist() == pytest.approx(oracle(ids), abs=1e-5)
         assert (await alice.post("telemetry", {"events": []})) == {"status": "accepted"}
+        # Another server's weights would be others.
+        for name, value, match in (
+            ("alpha", 16.0, "saved with --lora_alpha 32"),
+            ("has_head", False, "no adapters of the head"),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(tenants.lora, name, value)
+                assert match in (await alice.step("load_weights", path=state))["error"]
+                asked |= {"sampling_session_seq_id": 10, "model_path": named["path"]}
+                refused = await alice.post("create_sampling_session", asked, 422)
+                assert match in refused["error"]
 
 
 def exported(path, out, model):
@@ -401,6 +412,9 @@ async def test_samples_are_bounded_and_cancelled(serving, monkeypatch):
         last |= {"seq_id": 3, "prompt": {"chunks": [{"tokens": [9] * 4}]}}
         _, _, logprobs = read_samples(await alice.result("asample", body | last))
         assert np.isnan(logprobs).tolist() == [True, True, True, False]
+        for number in (4, 5):  # Each counts the longest context.
+            endless = {"seq_id": number, "sampling_params": {"max_tokens": 1 << 30}}
+            await alice.post("asample", body | endless)
         await alice.post(f"sessions/{alice.session}/finish", {})
         await alice.post("session_heartbeat", {"session_id": alice.session}, 410)
         assert not tenants.models
@@ -463,6 +477,26 @@ async def test_a_hostile_tenant_hinders_nobody(serving, monkeypatch):
         await bob.begin()
         await alice.learn(1)
         want = await alice.learn(1)
+        # A finite adapter whose logits are NaN fails the samples of its tenant alone.
+        await bob.backward([8, 9])
+        await bob.step("optim_step", adam_params=ADAM | {"learning_rate": 1e20})
+        samplers = [await each.sampler(sampling_session_seq_id=0) for each in (alice, bob)]
+        long = {"max_tokens": 60, "stop": [1000]}
+        [ids] = rows(1)
+        samples = read_samples(await alice.sample(samplers[0], ids, 0, 4, **long))
+        for number in range(1, 4):
+            bad, longer, good = await asyncio.gather(
+                bob.sample(samplers[1], ids * 4, number, 8, **long),
+                alice.sample(samplers[0], ids * 4, 10 + number, 4, **long),
+                alice.sample(samplers[0], ids, number, 4, **long),
+            )
+            assert "logits are NaN" in bad["error"]
+            tokens, logprobs, _ = read_samples(good)
+            assert tokens == samples[0]
+            assert np.ravel(logprobs).tolist() == pytest.approx(np.ravel(samples[1]), abs=1e-4)
+            assert np.isfinite(read_samples(longer)[1]).all()
+        await bob.post("unload_model", {"model_id": bob.model_id})
+        await bob.begin()
         await alice.post("unload_model", {"model_id": alice.model_id})
         await alice.begin(seed=5)
         await alice.learn(1)

@@ -83,6 +83,10 @@ def test_a_tensor_of_another_form_is_refused(fields, match):
         (wire.SaveWeights, {"model_id": "m", "path": "../x"}, "path"),
         (wire.AdamParams, {"learning_rate": float("nan")}, "finite"),
         (wire.AdamParams, {"eps": 0}, "greater than 0"),
+        (wire.Sampling, {"temperature": 1e-50}, "temperature: must be 0, .* or at least 0.0001"),
+        (wire.Sampling, {"top_p": 1e-50}, "top_p.*greater than or equal to"),
+        (wire.Sampling, {"stop": ["x"] * 65}, "stop: at most 64"),
+        (wire.Sampling, {"stop": "x" * 257}, "at most 256 char"),
         (wire.Lora, {"rank": 0}, "greater than or equal to 1"),
     ],
 )
