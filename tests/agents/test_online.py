@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import shutil
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from test_endpoint import CHAT, HI, until
 from rl_core.config import AgentsConfig, OnlineConfig, parse_config
 from rl_core.data.tasks.online import SessionSource
 from rl_core.engines.scripted import ScriptedActor
+from rl_core.environments.agents.endpoint import MAX_READING
 from rl_core.environments.agents.online import OnlineServer
 from rl_core.environments.agents.rollout import unscored_module
 from rl_core.environments.agents.session_files import session_files, summaries
@@ -208,6 +210,52 @@ async def rates_what_is_over(client, sessions):
     return await mine.post("/rl/set_reward", {"reward": 1})
 
 
+async def rates_slowly_while_a_step_takes_it(client, sessions):
+    mine = await client.start()
+    await mine.say("hi")
+    await mine.rate(0)
+    await mine.end()
+    await rated(sessions)
+    session = sessions.live[0]
+    for _ in range(MAX_READING - 1):
+        await session.reading.acquire()
+
+    async def body():
+        yield b'{"reward"'
+        await until(session.reading.locked)  # The server has begun to read the body.
+        sessions.take(session, 1)
+        sessions.delete_until(1)
+        yield b": 1}"
+
+    headers = {"Authorization": f"Bearer {mine.key}"}
+    answer = await client.http.post(f"{mine.url}/rl/set_reward", content=body(), headers=headers)
+    [[attempt]] = session.trees["policy"].attempts.values()
+    session.note_sent(attempt)  # As at the end of a slow stream.
+    return answer
+
+
+async def asks_when_the_session_ends(client, sessions):
+    """The session ends between the sampling of a reply and its sending, also in a stream."""
+    answers = []
+    for number, stream in enumerate((True, False)):
+        mine = await client.start()
+        await mine.say("hi")
+        session = sessions.live[number]
+        engine = session.players["policy"].engine
+
+        async def generate(*args, of=session, generate=engine.generate, **more):
+            attempts = [each for [each] in of.trees["policy"].attempts.values()]
+            attempts[-1].nodes.add_done_callback(lambda _: of.end())
+            return await generate(*args, **more)
+
+        engine.generate = generate
+        messages = [{"role": "user", "content": "hello"}]
+        asked = {"model": "m", "messages": messages, "stream": stream}
+        answers.append(await mine.post("/v1/chat/completions", asked))
+    assert answers[0].text.startswith("event: error") and "is over" in answers[0].text
+    return answers[1]
+
+
 async def asks_while_a_step_learns(client, sessions):
     mine = await client.start()
     sessions.gate.clear()
@@ -240,6 +288,8 @@ REFUSALS = {
     asks_after_the_end: 410,
     rates_too_late: 410,
     rates_what_is_over: 410,
+    rates_slowly_while_a_step_takes_it: 410,
+    asks_when_the_session_ends: 410,
     asks_while_a_step_learns: 429,
     asks_while_the_run_ends: 503,
 }
@@ -253,6 +303,8 @@ async def test_each_route_refuses_what_it_must(case, tmp_path):
         message = answer.json()["error"]["message"]
         assert ("did you mean" if "misspells" in case.__name__ else " ") in message
         assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
+    async with opened(tmp_path) as (client, sessions):  # The files can be read.
+        assert len(sessions.live) <= len(summaries(tmp_path / "rollouts"))
 
 
 async def test_eight_clients_of_both_kinds_are_trained_on_the_tokens_they_read(tmp_path):
@@ -421,14 +473,21 @@ async def test_a_session_with_the_key_of_an_old_one_ends_it(tmp_path):
         assert [t.reward for t in await rated(sessions, 2)] == [1, 2]
 
 
-async def test_a_reward_may_come_after_the_end(tmp_path):
+async def test_a_reward_may_come_after_the_end_and_after_an_outage(tmp_path):
     async with opened(tmp_path) as (client, sessions):
-        mine = await client.start()
+        mine, _ = await client.start(), await client.start()
         await mine.say("a")
         await mine.end()
         await until(lambda: sessions.live[0].is_scored)
-        assert not sessions.rated
-        await mine.rate(1)
+    for _, file in session_files(tmp_path / "rollouts"):
+        lines = re.sub(r'"time": \d+', '"time": 0', file.read_text()).splitlines(keepends=True)
+        lines.sort(key=lambda line: '"reply"' in line)  # The reply follows the end.
+        file.write_text("".join(lines))
+    async with opened(tmp_path) as (client, sessions):
+        await until(lambda: sessions.live[0].is_scored)
+        sessions.tick()
+        assert sessions.live[1].is_open and not sessions.rated
+        await Client(client.url, client.http, mine.key).rate(1)
         assert [t.reward for t in await rated(sessions)] == [1]
 
 
@@ -572,6 +631,9 @@ async def test_steps_that_were_lost_are_trained_again_and_others_are_not(tmp_pat
             "rated",
         ]
         assert (await client.start()).key and sessions.next_number == 4
+        sessions.take(sessions.live[2], 2)  # The step comes again without session 1.
+    async with opened(tmp_path, step=2) as (client, sessions):
+        assert [t.reward for t in await rated(sessions)] == [1]
     for _, file in session_files(tmp_path / "rollouts"):
         assert "sk-" not in file.read_text()
 

@@ -462,12 +462,12 @@ class EndpointServer:
             answer.cancel()  # The client has gone.
         try:
             replies = answer.result()
+            endpoint.store(dialect, request, replies)
         except Refusal as refusal:
             endpoint.refused = refusal.message
             error = json.dumps(dialect.write_error(refusal))
             await response.write(f"event: error\ndata: {error}\n\n".encode())
             return response
-        endpoint.store(dialect, request, replies)
         for event in dialect.stream(replies, request):
             await response.write(event.encode())
         return response

@@ -107,7 +107,7 @@ def summary(events: list[JSONObject]) -> JSONObject:
             texts.append(event["text"])
         elif kind == "reward":
             rewards[event["reply"]] = event["parts"]
-        elif kind == "end":
+        elif kind in ("end", "untaken"):
             state = "waiting"
         elif kind == "rated":
             state, facts["reward"] = "rated", event["reward"]

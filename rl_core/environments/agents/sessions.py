@@ -42,6 +42,7 @@ PREFIXES = ("chatcmpl-", "resp_", "msg_")  # Of a reply's id in each dialect.
 MAX_OVER = 10_000  # Keys of sessions that are over, which get 410 instead of 401.
 MAX_TEXTS = 100  # Texts of feedback in one session.
 TICK_S = 0.2
+FATES = ("start", "step", "untaken", "left_out")  # The last of these events holds.
 Judge = Callable[[EpisodeActors, list[Message], str], Awaitable[float | None]]
 
 
@@ -109,15 +110,24 @@ class OnlineSession(Endpoint):
         turns = [turn for t in self.trajectories for turn in t.turns]
         return min(turn.completion.policy_version for turn in turns)
 
+    @property
+    def is_live(self) -> bool:
+        """True until a step has the session, or it is left out. Its file may be deleted then."""
+        return self.number in self.sessions.live
+
+    def refuse_unless(self, is_so: bool) -> None:
+        if not is_so:
+            raise Refusal(f"{self.id} is over", status=410, code="session_over")
+
     def write(self, event: str, **facts: JSON) -> None:
-        if not self.sessions.is_restoring:
+        if self.is_live and not self.sessions.is_restoring:
             session_files.append(self.file, {"event": event, "time": time.time(), **facts})
 
     async def attempt(self, request: Request) -> Attempt:
         """See Endpoint. Waits while a step learns."""
-        if not self.is_open:
-            raise Refusal(f"{self.id} is over", status=410, code="session_over")
+        self.refuse_unless(self.is_open)
         await self.sessions.wait_for_engine()
+        self.refuse_unless(self.is_open)
         self.used_s = time.time()
         for tree in self.trees.values():
             tree.failure = None  # replies() has started the engine again.
@@ -133,7 +143,9 @@ class OnlineSession(Endpoint):
             raise Refusal(text, status=502, code="engine_died") from error
 
     def store(self, dialect: ModuleType, request: Request, replies: list[Reply]) -> None:
-        """See Endpoint. Writes the replies to the file before they are sent."""
+        """See Endpoint. Writes the replies to the file before they are sent. Raises Refusal if the
+        session ended after they were sampled."""
+        self.refuse_unless(self.is_open)
         tree = self.tree_of(request)
         new = [node for node in tree.nodes if node.reply in replies]
         new = [node for node in new if node.reply.id not in self.nodes]
@@ -161,6 +173,7 @@ class OnlineSession(Endpoint):
     def rate(self, reward: JSON, text: JSON, interaction: JSON) -> None:
         """Keeps the reward of a reply, or feedback on it as text; of the last reply if
         `interaction` is None. Raises Refusal."""
+        self.refuse_unless(self.is_live)  # The body may have come slowly.
         if interaction is not None and not isinstance(interaction, str):
             raise Refusal("interaction_id must be the id of a reply")
         reply_id = next(reversed(self.nodes), "") if interaction is None else interaction
@@ -285,7 +298,7 @@ class Scorer:
         return self.feedback is not None or self.judge is not None
 
     async def trajectories(self, session: OnlineSession) -> list[Trajectory]:
-        """None if nobody has rated the session."""
+        """[] if nobody has rated the session."""
         parts_of = {reply: dict(parts) for reply, parts in session.rewards.items()}
         task = Task(id=session.task_id, env=self.env, row={"info": session.info}, messages=[])
         for reply, text in session.texts:
@@ -368,14 +381,12 @@ class Sessions:
         if earlier is not None:
             earlier.end()
         self.over.pop(key, None)
-        session = self.make(server, self.next_number, task_id, key, time.time())
+        session = self.make(server, self.next_number, task_id, key)
         session.write("start", number=session.number, task_id=task_id, key=key)
         self.counts["started"] += 1
         return session
 
-    def make(
-        self, server: EndpointServer, number: int, task_id: str, key: str, began_s: float
-    ) -> OnlineSession:
+    def make(self, server: EndpointServer, number: int, task_id: str, key: str) -> OnlineSession:
         self.next_number = max(self.next_number, number + 1)
         players, turns = self.make_players(number), RestoredTurns()
         trained = {name: actor for name, actor in players.items() if actor.is_trainable}
@@ -393,7 +404,7 @@ class Sessions:
             players=players,
             turns=turns,
             file=self.file(number),
-            used_s=began_s,
+            used_s=time.time(),
         )
         self.live[number] = self.by_key[key] = session
         return session
@@ -467,7 +478,7 @@ class Sessions:
 
     async def restore(self, server: EndpointServer, step: int) -> None:
         """Restores the sessions of an earlier process that no step up to `step` has. Later steps
-        are lost, and their sessions are trained again."""
+        are lost, and their sessions are trained again. Time limits begin anew."""
         self.is_restoring, self.step = True, step
         for number, file in session_files.session_files(self.rollouts):
             session_files.drop_cut_line(file)
@@ -477,21 +488,24 @@ class Sessions:
             if not events:
                 file.unlink()
                 continue
-            kinds = {event["event"]: event for event in events}
-            is_trained = kinds.get("step", {}).get("step", math.inf) <= step
-            if is_trained or "left_out" in kinds:
-                self.over_since[number] = kinds["step" if "step" in kinds else "left_out"]["step"]
+            fate = [each for each in events if each["event"] in FATES][-1]
+            if fate["event"] == "left_out" or (fate["event"] == "step" and fate["step"] <= step):
+                self.over_since[number] = fate["step"]
                 self.over[events[0]["key"]] = f"session-{number:06d}"
                 continue
+            if fate["event"] == "step":
+                # The step may come again with other sessions.
+                session_files.append(file, {"event": "untaken", "time": time.time()})
             await self.replay(server, number, events)
         self.is_restoring = False
         for session in list(self.live.values()):
+            session.used_s = time.time()
             if not session.is_open:
+                session.ended_s = session.used_s
                 session.score_soon()
 
     async def replay(self, server: EndpointServer, number: int, events: list[JSONObject]) -> None:
-        start = events[0]
-        session = self.make(server, number, start["task_id"], start["key"], start["time"])
+        session = self.make(server, number, events[0]["task_id"], events[0]["key"])
         for event in events[1:]:
             kind = event["event"]
             if kind == "reply":
@@ -501,10 +515,9 @@ class Sessions:
                 session.nodes[event["reply"]].reply.num_sent = sent
             elif kind == "reward":
                 session.keep(event)
-            elif kind == "end":
+        for event in events:
+            if event["event"] == "end":  # A reply that was sampled by then may follow.
                 session.end(event["info"])
-                session.ended_s = event["time"]
-            session.used_s = event["time"]
 
     async def replay_reply(self, session: OnlineSession, event: JSONObject) -> None:
         """Plays a request again, with its completions."""
