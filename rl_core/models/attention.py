@@ -87,13 +87,18 @@ class AttentionPlan:
             self.ahead.append(later)
             self.segments += self.ahead * in_full_attention
 
+    def window_runs(self, window: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(queries, keys) of each piece within the window. A ring has other keys."""
+        runs = []
+        for number, piece in enumerate(self.pieces):
+            keys = self.sequences[number]
+            runs.append((piece, keys[max(0, len(keys) - len(piece) + 1 - window) :]))
+        return runs
+
     def near(self, window: int) -> list[Segments]:
         """The segments of layers in which a token sees `window` keys, itself included."""
         if window not in self.windows:
-            runs = []
-            for number, piece in enumerate(self.pieces):
-                keys = self.sequences[number]
-                runs.append((piece, keys[max(0, len(keys) - len(piece) + 1 - window) :]))
+            runs = self.window_runs(window)
             near = Segments(runs, self.device, is_causal=True, window=window)
             self.windows[window] = [near, *self.ahead]
         return self.windows[window]

@@ -53,7 +53,7 @@ class Plan:
     local: list[str]  # Actors whose models are on this rank.
     # Groups of ranks with their actors, rollout ranks first; empty without separate ranks.
     rank_groups: list[RankGroup] = field(default_factory=list)
-    train: Tasks = field(init=False)  # make_plan() sets it.
+    train: Tasks = None  # pyright: ignore[reportAssignmentType]  make_plan() sets it.
     num_tasks: int | None = None  # Length of --num_epochs.
     # By the name of its environment, or of the held-out set.
     eval: dict[str, TaskSource] = field(default_factory=dict)
