@@ -123,3 +123,10 @@ def rename_into_place(scratch: Path, folder: Path) -> None:
     os.rename(scratch, folder)
     flush_to_disk(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
+
+
+def undo_rename(before: Path) -> None:
+    """Restores a folder from `.NAME.old` if a crash came before its replacement was in place."""
+    folder = before.with_name(before.name.removeprefix(".").removesuffix(".old"))
+    if not folder.exists():
+        os.rename(before, folder)

@@ -6,7 +6,6 @@ A request of a model or a sampler is answered with a promise, whose result the c
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import sys
 from collections import defaultdict
@@ -129,7 +128,8 @@ class TinkerServer:
 
     async def parsed(self, request: web.Request, parse: Callable[[bytes], V]) -> V:
         """parse(body) of a request, in a thread if the body is large."""
-        if (request.content_length or math.inf) <= SMALL_BYTES:
+        length = request.content_length
+        if length is not None and length <= SMALL_BYTES:
             return parse(await read_body(request))
         async with self.large[request[TENANT]]:
             body = await read_body(request)

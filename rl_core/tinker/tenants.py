@@ -24,6 +24,7 @@ from uuid import uuid4
 import numpy as np
 from safetensors import torch as safetensors
 
+from rl_core.data.rows import undo_rename
 from rl_core.http_guard import HttpError
 from rl_core.learning.lora import WEIGHTS
 from rl_core.tinker.multi_lora import ADAPTER, SCRATCH, MultiLora, read_facts
@@ -50,9 +51,10 @@ PATH = re.compile(
     r"tinker://([0-9a-f-]{36}:train:\d{1,19})/(weights|sampler_weights)/"
     r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})"
 )
-MAX_SESSIONS = 100  # Of a tenant; the one silent for longest ends.
+MAX_SESSIONS = 100  # Of a tenant; a silent one ends for a new one.
 MAX_SAMPLERS = 10_000  # Sampling sessions of a session; the oldest is forgotten.
-SILENT_S = 300.0  # A session without a heartbeat for so long leaves its models to others.
+SILENT_S = 300.0  # A session without a heartbeat for so long makes room for others.
+FREED = f"A session without a heartbeat is freed after {SILENT_S:g} s."
 # Tokens of a tenant's sequences that wait, and what each sequence counts in addition.
 MAX_SAMPLED_TOKENS, SEQUENCE_TOKENS = 32 << 20, 1024
 RESTARTED = "the server restarted, or the session ended: begin a new session from saved weights"
@@ -144,13 +146,18 @@ class Tenants:
         self.models: dict[str, Model] = {}
         self.logprob_lanes: dict[str, Lane] = {}  # By tenant.
         self.sampled_tokens: Counter[str] = Counter()  # By tenant, of sequences that wait.
+        for before in out.glob("*/*/*/.*.old"):
+            undo_rename(before)
 
     # Sessions
 
     def create_session(self, tenant: str) -> ClientSession:
         sessions = [session for session in self.sessions.values() if session.tenant == tenant]
         if len(sessions) >= MAX_SESSIONS:
-            self.end_session(min(sessions, key=lambda session: session.heard_s))
+            oldest = min(sessions, key=lambda session: session.heard_s)
+            if time.monotonic() - oldest.heard_s < SILENT_S:
+                raise HttpError(429, f"a key may have {MAX_SESSIONS} sessions; end one. {FREED}")
+            self.end_session(oldest)
         session = ClientSession(id=str(uuid4()), tenant=tenant)
         self.sessions[session.id] = session
         return session
@@ -202,7 +209,8 @@ class Tenants:
             if time.monotonic() - oldest.session.heard_s < SILENT_S:
                 raise Refused(
                     f"a key may have {self.max_models} of this server's {self.num_models} models "
-                    "(--max_models), and these are in use; end another session, or unload a model"
+                    "(--max_models), and these are in use; end another session, or unload a "
+                    f"model. {FREED}"
                 )
             self.unload(oldest)
             free = [oldest.learner]

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
         key_file = Path(args.out).resolve() / "keys"
         keys = read_keys(key_file, split(args.tenants))
-        tenants = make_tenants(args, config, lora, len(keys))
+        tenants = make_tenants(args, config, lora)
         asyncio.run(serve(tenants, keys, key_file, args.host, args.port))
     else:
         lora.follow()
@@ -86,9 +86,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     return 0
 
 
-def make_tenants(
-    args: argparse.Namespace, config: Config, lora: MultiLora, num_tenants: int = 1
-) -> Tenants:
+def make_tenants(args: argparse.Namespace, config: Config, lora: MultiLora) -> Tenants:
     from transformers import AutoTokenizer
 
     from rl_core.data.pretrained import load_pretrained
@@ -112,7 +110,7 @@ def make_tenants(
         server=server_spec(config, "", {}),
         start_timeout_s=config.timeout_s,
     )
-    return Tenants(lora, sampler, args.model, out, num_tenants)
+    return Tenants(lora, sampler, args.model, out, len(set(split(args.tenants))))
 
 
 def with_actors(config: Config, args: argparse.Namespace) -> Config:

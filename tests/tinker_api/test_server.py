@@ -116,7 +116,8 @@ FLAGS = ["--max_rank", "4", "--max_models", "2", "--max_snapshots", "2"]
 @pytest.fixture(scope="module")
 def made(tiny_model, tmp_path_factory) -> Tenants:
     out = str(tmp_path_factory.mktemp("tinker"))
-    args, config = read_flags(["--model", str(tiny_model), "--out", out, *FLAGS])
+    flags = ["--out", out, "--tenants", "alice,bob", *FLAGS]
+    args, config = read_flags(["--model", str(tiny_model), *flags])
     return make_tenants(args, config, make_lora(args, config))
 
 
@@ -177,6 +178,10 @@ async def test_a_session_trains_samples_saves_and_loads(serving, tiny_model, tmp
         oracle = exported(named["path"], tmp_path, tiny_model)
         assert prompt[1:].tolist() == pytest.approx(oracle(ids), abs=1e-5)
         assert (await alice.post("telemetry", {"events": []})) == {"status": "accepted"}
+        folder = tenants_module.folder_of(tmp_path, "alice", state)
+        os.rename(folder, folder.with_name(f".{folder.name}.old"))  # As a kill may leave it.
+        Tenants(tenants.lora, tenants.sampler, tenants.model, tmp_path)
+        await alice.post("weights_info", {"tinker_path": state})
         # Another server's weights would be others.
         for name, value, match in (
             ("alpha", 16.0, "saved with --lora_alpha 32"),
@@ -278,8 +283,9 @@ async def test_chunks_that_arrive_last_first_are_learned_in_order(serving):
         assert [len(values) for values in outputs] == [len(ids) - 1 for ids in rows(3000)]
 
 
-async def test_a_failed_request_is_its_clients_alone(serving, monkeypatch):
-    async with serving() as (alice, bob, _):
+async def test_a_failed_request_is_its_clients_alone(serving, made, monkeypatch):
+    async with serving() as (alice, bob, tenants):
+        assert made.max_models == tenants.max_models, "the quota of --tenants"
         await alice.begin()
         await bob.begin()
         bad = await alice.backward([8, 200])
@@ -289,7 +295,9 @@ async def test_a_failed_request_is_its_clients_alone(serving, monkeypatch):
         greedy = Client(alice.http, "", "", alice.model)
         greedy.url, greedy.headers = bob.url, bob.headers
         refused = "a key may have 1 of this server's 2 models"
-        assert refused in (await greedy.begin())["error"]
+        error = (await greedy.begin())["error"]
+        assert refused in error
+        assert "without a heartbeat is freed after 300 s" in error
         await alice.post("unload_model", {"model_id": alice.model_id})
         assert refused in (await greedy.begin())["error"], "the other model is for other keys"
         await alice.begin()
@@ -303,6 +311,9 @@ async def test_a_failed_request_is_its_clients_alone(serving, monkeypatch):
         assert "are not finite" in (await alice.step("save_weights", path="x"))["error"]
         dimuon = {"optimizer_params": {"type": "dimuon"}}
         assert "dimuon is not supported" in (await alice.step("optim_step", **dimuon))["error"]
+        with monkeypatch.context() as patch:
+            patch.setattr(tenants_module, "MAX_SESSIONS", 1)
+            await bob.post("create_session", {}, 429)
         monkeypatch.setattr(tenants_module, "SILENT_S", 0.0)
         assert (await bob.begin())["model_id"], "a silent session's model makes room"
 
