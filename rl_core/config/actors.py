@@ -31,6 +31,10 @@ class LoraConfig(Section, prefix="actors.NAME.lora."):
     )
     quantize: Literal["none", "nf4"] = flag("none", "QLoRA: nf4 keeps the frozen model in 4 bits")
 
+    @property
+    def adapts_experts(self) -> bool:
+        return self.rank > 0 and "experts" in split(self.targets)
+
 
 @dataclass(kw_only=True)
 class ActorConfig(Section, prefix="actors.NAME."):
@@ -136,13 +140,13 @@ OF_ACTOR = [
     (
         lambda c, name, a: (
             a.lora.quantize != "none"
-            and (c.learner.kernels == "compile" or c.learner.offload == "always")
+            and (c.learner.kernels == "compile" or c.of(name).learner.offload == "always")
         ),
         ".lora.quantize={a.lora.quantize} cannot be combined with --learner.kernels=compile or "
         "--learner.offload=always; leave one out",
     ),
     (
-        lambda c, name, a: c.optim.name == "muon" and "experts" in split(a.lora.targets),
+        lambda c, name, a: a.lora.adapts_experts and c.of(name).optim.name == "muon",
         ".lora.targets={a.lora.targets} cannot be combined with --optim.name=muon, which would mix "
         "experts; leave experts out, or take adamw",
     ),
@@ -194,7 +198,7 @@ OF_SHARER = [
         "--actors.{a.lora_base}.lora.rank 16",
     ),
     (
-        lambda c, name, a, o: "experts" in split(f"{a.lora.targets},{o.lora.targets}"),
+        lambda c, name, a, o: a.lora.adapts_experts or o.lora.adapts_experts,
         ".lora_base={a.lora_base}: engines apply no adapters on experts of several actors; leave "
         "experts "
         "out of lora.targets",

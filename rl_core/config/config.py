@@ -190,6 +190,27 @@ class Config(Section):
         envs.pop("none", None)
         return envs
 
+    def model_path(self, name: str) -> str:
+        """Path of a model: a folder, a hub name, or the model of an actor of the run."""
+        actor = self.actors.get(name)
+        path = name if actor is None else actor.model
+        assert path
+        return path
+
+    @property
+    def frozen_models(self) -> dict[str, str]:
+        """Role (reference, teacher) -> path of each frozen model that is loaded in addition to the
+        actor's."""
+        paths = {}
+        if self.algo.reference:
+            paths["reference"] = self.algo.reference
+        for name, envs in self.envs_by_teacher.items():
+            if not is_url(name) and name not in (SELF, *self.trained):
+                is_of_all = len(envs) == len(self.env_paths)
+                role = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
+                paths[role] = self.model_path(name)
+        return paths
+
     @property
     def self_taught(self) -> list[str]:
         """Environments in which the actor is its own teacher."""

@@ -83,7 +83,7 @@ def is_served(path: str, lora: LoraConfig, served: frozenset[str]) -> bool:
     the model at `path`."""
     config = load_model_config(path)
     # In servers the layers of a multimodal model have other names.
-    if config.get_text_config() is not config or has_experts(lora) or lora.quantize != "none":
+    if config.get_text_config() is not config or lora.adapts_experts or lora.quantize != "none":
         return False
     return served.issuperset(target_names(lora, linear_layers(on_meta(config))))
 
@@ -117,10 +117,6 @@ def target_names(lora: LoraConfig, layers: dict[str, nn.Linear]) -> list[str]:
     if "all-linear" in names:
         names = [*sorted(map(last_name, layers)), *names]
     return [name for name in dict.fromkeys(names) if name not in ("all-linear", EXPERTS, HEAD)]
-
-
-def has_experts(lora: LoraConfig) -> bool:
-    return EXPERTS in split(lora.targets)
 
 
 def quantization(
@@ -269,7 +265,7 @@ def peft_config(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # peft takes floats.
         target_modules=names or None,
-        target_parameters=experts_of(model, parts) if has_experts(lora) else None,
+        target_parameters=experts_of(model, parts) if lora.adapts_experts else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )

@@ -100,7 +100,6 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     """Memory of a learner on one rank. Weights, gradients and optimizer state are fp32, sharded.
     `plan`: with the settings of this actor."""
     from rl_core.learning.optimizers import state_bytes
-    from rl_core.learning.teachers.build_teacher import frozen_models
     from rl_core.models.loading import compute_dtype
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
@@ -147,7 +146,7 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
         assert actor.model
         held = image_bytes(config, actor.model, size, w) * num_images
         table["images"] = (0.0, held)
-    compared_with = frozen_models(config)
+    compared_with = config.frozen_models
     algorithm = plan.algorithm
     is_renewed = algorithm.reference_every or algorithm.reference_decay  # It waits on the host.
     if algorithm.needs_reference and not size.adapters and not is_renewed:

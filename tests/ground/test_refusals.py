@@ -438,6 +438,12 @@ FLAGS = [
         "--actors.policy.lora.rank 2 --actors.policy.lora.targets experts --optim.name muon",
         "lora.targets=experts cannot be combined with --optim.name=muon, which",
     ),
+    (
+        MODEL,
+        "--actors.policy.lora.rank 2 --actors.policy.lora.targets all-linear,experts "
+        "--actors.policy.optim.name muon",
+        "lora.targets=all-linear,experts cannot be combined with --optim.name=muon, which",
+    ),
     (MODEL, "--ep 0", "--ep=0 must be greater than or equal to 1"),
     (MODEL, "--engine sglan", "--engine=sglan is unknown; did you mean 'sglang'?"),
     (MODEL, "--optim.name sdg", "--optim.name=sdg is unknown; did you mean 'sgd'?"),
@@ -493,6 +499,7 @@ FLAGS = [
     (BOB, "--algorithm rm", "--algorithm rm trains the whole model"),
     (MODEL, "--actors.policy.lora.quantize nf4", "give --actors.policy.lora.rank 16"),
     (BOB, f"{NF4} --learner.offload always", "leave one out"),
+    (BOB, f"{NF4} --actors.bob.learner.offload always", "leave one out"),
     (BOB, f"{NF4} --learner.kernels compile", "leave one out"),
     # shared models
     (BOB, "--actors.alice.lora_base bop", "lora_base=bop is not another actor; did you mean 'bob'"),

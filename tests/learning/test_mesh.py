@@ -40,10 +40,11 @@ from rl_core.metrics import reduce_metrics
 from rl_core.models import logprobs as fused
 from rl_core.models.device import check_device, device_of_rank
 from rl_core.models.parallel import replicas
-from rl_core.models.parallel.expert_parallel import check_expert_parallel
+from rl_core.models.parallel.expert_parallel import check_expert_parallel, ep_plan
 from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.parallel.replicas import mesh_of_flags, num_replicas
 from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
+from rl_core.run.plan.model_options import read_other
 from rl_core.run.process.meeting import check_gpus_differ
 from rl_core.run.saving import checkpoint
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
@@ -80,11 +81,15 @@ ADAMW = (
 # 18, which DTensor's own split would not give.
 HALVES, QUARTERS = {"num_key_value_heads": 2}, {"num_key_value_heads": 4}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+TEXT = SMALL | {"sliding_window": 6}
+TOWER = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+TOWER |= {"num_attention_heads": 1, "image_size": 4, "patch_size": 2}
 MODELS = {
     "qwen3": ("qwen3", TIED | HALVES | {"intermediate_size": 70}),
     "experts": ("qwen3_moe", TIED),
     "qwen3 untied": ("qwen3", UNTIED | QUARTERS | {"vocab_size": 107}),
     "qwen2 uneven": ("qwen2", TIED | HALVES | {"vocab_size": 109}),
+    "sees": ("gemma3", {"text_config": TEXT, "vision_config": TOWER}),
     "llama biased": ("llama", TIED | HALVES | {"attention_bias": True, "mlp_bias": True}),
 }
 # Families whose experts are split. By two and by four; a rank's experts by two again, or, of four,
@@ -142,6 +147,7 @@ CASES = {
     "untied": ("qwen3 untied", ADAMW, {14: ["tp 2 x dp 2", "cp 2 x tp 2", "dp 3 x tp 2"]}),
     "uneven": ("qwen2 uneven", ADAMW, {14: ["tp 2 x dp 2", "dp 3 x tp 2"]}),
     "biased": ("llama biased", RECOMPUTED, {14: ["tp 2 x dp 2"]}),
+    "sees": ("sees", ADAMW, {14: ["tp 2 x dp 2"]}),
     # Experts over ranks, with the options that meet them.
     "qwen3_moe": (
         "qwen3_moe",
@@ -634,7 +640,20 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused():
             2,
             "qwen3_moe",
             {"num_local_experts": 3},
-            "--tp=2 must divide the model's 3 experts; try --tp 1",
+            "--tp=2 must divide the model's experts=3; try --tp 1",
+        ),
+        (8, "qwen3_moe", {"num_local_experts": 6}, "=4, experts=6; try --tp 2"),
+        (
+            2,
+            "gemma3",
+            {"text_config": SMALL | {"intermediate_size": 77}},
+            "gate_proj width=77, up_proj width=77, down_proj width=77; try --tp 1",
+        ),
+        (
+            2,
+            "qwen3",
+            {"base_model_tp_plan": {"layers.*.attn.q": "colwise"}},
+            "--tp=2: the plan for a qwen3 model names none of its layers; take --tp 1",
         ),
         (2, "glm4_moe", {"use_qk_norm": True}, "a glm4_moe model leaves out layers.*q_norm"),
         (2, "deepseek_v3", LATENT, "--tp=2: the plan for a deepseek_v3 model splits no attention"),
@@ -668,11 +687,18 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
         ("auto", "qwen3_moe", {"rank": 2, "quantize": "nf4"}, "no quantized model; take --ep 1"),
     ],
 )
-def test_experts_that_cannot_be_split_are_refused_by_name(ep, arch, lora, message):
+def test_experts_that_cannot_be_split_are_refused_by_name(tmp_path, ep, arch, lora, message):
     config = AutoConfig.for_model(arch, **SMALL | EXPERTS)
     check_expert_parallel(1, config, LoraConfig(**lora))
     with pytest.raises(ValueError, match=message):
         check_expert_parallel(ep, config, LoraConfig(**lora))
+    if lora or not ep_plan(config):
+        return
+    # A reference, a teacher or a critic is refused too.
+    config.save_pretrained(tmp_path)
+    run = parse_config(words("--env_path x.py --out x --model m --ep", ep))
+    with pytest.raises(ValueError, match=f"model {tmp_path}: {message}"):
+        read_other(run, str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -686,15 +712,24 @@ def test_experts_that_cannot_be_split_are_refused_by_name(ep, arch, lora, messag
         ("--ep auto", 48, 48, Mesh(dp_shard=48, ep=8)),
         ("--ep auto", 4, 0, Mesh(dp_shard=4)),
         (f"--ep auto {ON_EXPERTS}", 4, 4, Mesh(dp_shard=4, ep=2)),
+        ("--ep auto --algo.kl_coef 1 --algo.reference {six}", 4, 4, Mesh(dp_shard=4, ep=2)),
+        ("--ep auto --algorithm ppo --critic.model {six}", 4, 4, Mesh(dp_shard=4, ep=2)),
+        ("--ep auto --algo.teacher {dense}", 4, 4, Mesh(dp_shard=4, ep=4)),
     ],
 )
 def test_auto_splits_experts_over_as_many_ranks_as_divide_them(
     tmp_path, flags, num_ranks, experts, expected
 ):
-    sizes = SMALL | EXPERTS | dict.fromkeys(("num_experts", "num_local_experts"), experts)
-    AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **sizes).save_pretrained(tmp_path)
+    folders = {"six": tmp_path / "6", "dense": tmp_path / "0"}
+    for num in {0, 6, experts}:
+        sizes = SMALL | EXPERTS | dict.fromkeys(("num_experts", "num_local_experts"), num)
+        model_config = AutoConfig.for_model("qwen3_moe" if num else "qwen3", **sizes)
+        model_config.save_pretrained(tmp_path / str(num))
+    flags = flags.format(**folders)
     options = flags if "dp_replicate" in flags else f"{flags} --dp_replicate 1"
-    config = parse_config(words("--env_path x.py --out x --model", tmp_path, options))
+    config = parse_config(
+        words("--env_path x.py --out x --model", tmp_path / str(experts), options)
+    )
     assert mesh_of_flags(config, num_ranks, ["policy"]) == expected
 
 

@@ -55,15 +55,7 @@ def teacher_named(context: LearnerContext, name: str) -> Teacher:
     temperature = config.sampling.temperature
     if name in config.trained:
         return ActorTeacher(context.learners, name, temperature)
-    return ModelTeacher(frozen_model(context, model_path(config, name)), temperature)
-
-
-def model_path(config: Config, name: str) -> str:
-    """Path of a model: a folder, a hub name, or the model of an actor of the run."""
-    actor = config.actors.get(name)
-    path = name if actor is None else actor.model
-    assert path
-    return path
+    return ModelTeacher(frozen_model(context, config.model_path(name)), temperature)
 
 
 def order_by_teacher(config: Config) -> list[str]:
@@ -84,25 +76,11 @@ def order_by_teacher(config: Config) -> list[str]:
     return order
 
 
-def frozen_models(config: Config) -> dict[str, str]:
-    """Role (reference, teacher) -> path of each frozen model that is loaded in addition to the
-    actor's."""
-    paths = {}
-    if config.algo.reference:
-        paths["reference"] = config.algo.reference
-    for name, envs in config.envs_by_teacher.items():
-        if not is_url(name) and name not in (SELF, *config.trained):
-            is_of_all = len(envs) == len(config.env_paths)
-            role = "teacher" if is_of_all else f"teacher of {', '.join(envs)}"
-            paths[role] = model_path(config, name)
-    return paths
-
-
 def check_teachers(config: Config, name: str) -> None:
     """Raises ValueError unless an actor's teachers and reference have the actor's tokenizer and are
     reachable."""
     order_by_teacher(config)
-    path = model_path(config, name)
+    path = config.model_path(name)
     if config.algo.reference:
         check_same_tokens(f"--algo.reference={config.algo.reference}", config.algo.reference, path)
     for teacher in config.envs_by_teacher:
@@ -121,7 +99,7 @@ def check_teachers(config: Config, name: str) -> None:
                 f"{flag} is an actor behind an API, which returns only text; name its server if "
                 "that supports prompt_logprobs: --algo.teacher http://host:port/v1"
             )
-        check_same_tokens(flag, model_path(config, teacher), path)
+        check_same_tokens(flag, config.model_path(teacher), path)
 
 
 def check_same_tokens(flag: str, path: str, own_path: str) -> None:

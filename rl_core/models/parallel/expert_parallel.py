@@ -30,7 +30,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import Config, LoraConfig
 from rl_core.distributed import local, sum_over
-from rl_core.errors import split
 from rl_core.models.loading import load_model_config, on_meta
 from rl_core.models.parallel.context_parallel import gathered_rows, summed_rows
 from rl_core.models.policy import backbone, matches
@@ -91,27 +90,21 @@ def check_expert_parallel(
         )
     if ep == "auto":
         return
-    num = check_experts_divide(int(ep), model_config)
-    if ep == num and has_adapters(lora):
+    num = num_to_split(int(ep), model_config)
+    check_division(int(ep), num)
+    if ep == num and lora is not None and lora.adapts_experts:
         raise ValueError(
             f"--ep={ep} leaves one of the model's {num} experts to a rank, and peft's adapters on "
             f"experts need two; try --ep {nearest_divisor(num, num - 1)}"
         )
 
 
-def check_experts_divide(ep: int, model_config: PretrainedConfig, flag: str = "ep") -> int:
-    """The experts of a layer. Raises ValueError if they cannot be split over `ep` ranks."""
+def num_to_split(ep: int, model_config: PretrainedConfig, flag: str = "ep") -> int:
+    """num_experts(). Its error names the flag."""
     try:
-        num = num_experts(model_config)
+        return num_experts(model_config)
     except ValueError as error:
         raise ValueError(f"--{flag}={ep}: {error}; take --{flag} 1") from None
-    check_division(ep, num, flag)
-    return num
-
-
-def has_adapters(lora: LoraConfig | None) -> bool:
-    """True with adapters on experts."""
-    return lora is not None and lora.rank > 0 and "experts" in split(lora.targets)
 
 
 def check_division(ep: int, num: int, flag: str = "ep") -> None:
@@ -128,28 +121,38 @@ def nearest_divisor(num: int, most: int) -> int:
 
 def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> int:
     """--ep for these actors on `num_shards` ranks of a copy. `auto`: the largest number up to
-    MAX_AUTO that divides the ranks and every model's experts; 1 if a model has none."""
+    MAX_AUTO that divides the ranks and the experts of every model, of critics, references and
+    teachers too; 1 if an actor's model has none."""
     if config.ep != "auto":
         return config.ep
     common, most = num_shards, MAX_AUTO
     for name in actors:
-        actor = config.actors[name]
+        actor, settings = config.actors[name], config.of(name)
         if actor.model is None:  # It trains an adapter of another actor's weights.
             continue
-        try:
-            num = num_experts(load_model_config(actor.model))
-        except (OSError, ValueError):  # The checks of models report an unreadable one.
-            num = 1
-        common = math.gcd(common, num)
-        if has_adapters(actor.lora):
+        num = experts_of(actor.model, 1)
+        if actor.lora.adapts_experts:
             most = min(most, max(1, num // 2))
+        others = [settings.critic.model or actor.model, *settings.frozen_models.values()]
+        # A dense critic, reference or teacher is sharded as without --ep.
+        common = math.gcd(common, num, *(experts_of(path, 0) for path in others))
     return nearest_divisor(common, most)
+
+
+def experts_of(path: str, dense: int) -> int:
+    """num_experts() of the model at `path`; `dense` for one without a plan, 1 if experts cannot be
+    split."""
+    try:
+        model_config = load_model_config(path)
+        return num_experts(model_config) if ep_plan(model_config) else dense
+    except (OSError, ValueError):  # The checks of models report an unreadable one.
+        return 1
 
 
 def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     """Splits the experts of each layer over the mesh of `ep` or `tp` ranks. Returns their modules,
     which FSDP shards over the other ranks of a copy."""
-    [flag] = mesh.mesh_dim_names or ()
+    flag = flag_of(mesh)
     make = SameTokens if flag == "tp" else Dispatch
     modules = list(expert_modules(hf).values())
     for module in modules:
@@ -167,19 +170,24 @@ def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 def split_again(parameter: nn.Parameter, num_parts: int) -> Shard | None:
-    """The dimension by which FSDP splits a share of experts over `num_parts` ranks: experts, or
-    rows of each. Raises ValueError if neither can be split evenly."""
+    """The dimension by which FSDP splits a share of experts over `num_parts` ranks: the first that
+    divides. Raises ValueError if none can be split evenly."""
     assert isinstance(parameter, DTensor)
     shape = local(parameter).shape
-    for dim in (0, 1):
-        if shape[dim] % num_parts == 0:
+    for dim, size in enumerate(shape):
+        if size % num_parts == 0:
             return Shard(dim)
-    ep = parameter.device_mesh.size()
-    [flag] = parameter.device_mesh.mesh_dim_names or ()
+    ep, flag = parameter.device_mesh.size(), flag_of(parameter.device_mesh)
     raise ValueError(
-        f"--{flag}={ep}: the other {num_parts} ranks of a copy must divide the {shape[0]} experts "
-        f"of a rank, or their size of {shape[1]}; try --{flag} 1, or a multiple of {ep}"
+        f"--{flag}={ep}: the other {num_parts} ranks of a copy must divide a size of each weight "
+        f"of a rank's experts, and one has {tuple(shape)}; try --{flag} 1, or a multiple of {ep}"
     )
+
+
+def flag_of(mesh: DeviceMesh) -> str:
+    """ep or tp."""
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names[0]
 
 
 class Dispatch:

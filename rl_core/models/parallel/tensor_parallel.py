@@ -31,7 +31,7 @@ from rl_core.config import LoraConfig
 from rl_core.models.kernels.torch_logprobs import merged_stats
 from rl_core.models.loading import on_meta
 from rl_core.models.logprobs import fused_logprobs
-from rl_core.models.policy import Policy, matches
+from rl_core.models.policy import Policy, backbone, matches
 
 # Style of weights that are replicated, while a rank's gradient covers only its heads.
 PARTIAL = "replicated_with_grad_allreduce"
@@ -77,7 +77,7 @@ def check_tensor_parallel(
             f"--tp={tp} splits no adapters on experts and no quantized model; take --tp 1, or "
             "--actors.policy.lora.targets without experts and no --actors.policy.lora.quantize"
         )
-    config, base = model_config.get_text_config(), on_meta(model_config).base_model
+    config, base = model_config.get_text_config(), backbone(on_meta(model_config))
     if problem := problem_of(tp_plan(model_config), base):
         raise ValueError(
             f"--tp={tp}: {problem.format(f'a {config.model_type} model')}; take --tp 1"
@@ -87,15 +87,15 @@ def check_tensor_parallel(
         width = layer.out_features if style == "colwise" else layer.in_features
         assert isinstance(width, int)
         sizes[f"{name.rpartition('.')[2]} width"] = width
+    if has_experts(model_config):
+        from rl_core.models.parallel.expert_parallel import num_to_split
+
+        sizes["experts"] = num_to_split(tp, model_config, "tp")
     common = math.gcd(*sizes.values())
     if common % tp:
         actual = ", ".join(f"{name}={size}" for name, size in sizes.items() if size % tp)
         fits = max(n for n in range(1, tp) if common % n == 0)
         raise ValueError(f"--tp={tp} must divide the model's {actual}; try --tp {fits}")
-    if has_experts(model_config):
-        from rl_core.models.parallel.expert_parallel import check_experts_divide
-
-        check_experts_divide(tp, model_config, "tp")
 
 
 def problem_of(plan: dict[str, str], base: nn.Module) -> str | None:
@@ -106,6 +106,8 @@ def problem_of(plan: dict[str, str], base: nn.Module) -> str | None:
         return f"{{}} splits layers as {unknown[0]}, which rl_core does not support"
     if not any("att" in name for name in plan):
         return "the plan for {} splits no attention, so that --ep divides as much"
+    if not split_layers(base, plan):
+        return "the plan for {} names none of its layers"
     readers = [f"{name.rpartition('.')[0]}.*" for name in split_layers(base, plan)]
     names = (name.rpartition(".")[0] for name, _ in base.named_parameters())
     if left_out := [name for name in names if matches(name, readers) and not matches(name, plan)]:
@@ -158,16 +160,17 @@ class TensorParallelPolicy(Policy):
         """Splits the model; tied weights stay tied. Returns the dimension by which FSDP splits a
         parameter over the other ranks of a replica."""
         self.mesh, hf = mesh["tp"], self.hf
+        base = backbone(hf)
         embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
         is_tied = head is not None and head.weight is embedding.weight
         plan = tp_plan(hf.config)
         # Modules whose gradients are sums over ranks. A list of modules would be submodules.
-        self.partial = [m for n, m in hf.base_model.named_modules() if style_of(n, plan) == PARTIAL]
-        layers = split_layers(hf.base_model, plan)
+        self.partial = [m for n, m in base.named_modules() if style_of(n, plan) == PARTIAL]
+        layers = split_layers(base, plan)
         for layer, style in layers.values():
             self.split_layer(layer, style)
         for name in {name.rpartition(".")[0] for name in layers}:  # Attention and MLP.
-            reader = hf.base_model.get_submodule(name)
+            reader = base.get_submodule(name)
             reader.register_forward_pre_hook(partial(share_input, self.mesh), with_kwargs=True)
         self.split_module(embedding, RowwiseParallel(input_layouts=Replicate()))
         if head is not None and is_tied:

@@ -45,9 +45,9 @@ def check_model_options(config: Config, name: str, model_config: PretrainedConfi
                 "of the same family"
             )
     if settings.algo.teacher or settings.algo.reference:
-        from rl_core.learning.teachers.build_teacher import check_teachers, frozen_models
+        from rl_core.learning.teachers.build_teacher import check_teachers
 
-        for path in frozen_models(settings).values():
+        for path in settings.frozen_models.values():
             read_other(config, path)
         check_teachers(settings, name)
 
@@ -74,4 +74,12 @@ def read_other(config: Config, path: str) -> PretrainedConfig:
     model_config = read_config(path)
     check_positions(config, path, model_config)
     check_kernels(config, model_config, LoraConfig())
+    if config.ep != 1:
+        from rl_core.models.parallel.expert_parallel import check_expert_parallel, ep_plan
+
+        if ep_plan(model_config):
+            try:
+                check_expert_parallel(config.ep, model_config)
+            except ValueError as error:
+                raise ValueError(f"model {path}: {error}") from None
     return model_config

@@ -22,7 +22,6 @@ from rl_core.config import Config, flat
 from rl_core.data.messages import shorten
 from rl_core.data.tasks.prompt_hook import MadePrompts
 from rl_core.distributed import Ranks
-from rl_core.learning.teachers.build_teacher import frozen_models
 from rl_core.run.plan.engine import num_ranks
 from rl_core.run.plan.plan import Plan
 from rl_core.run.run_folder import make_folder
@@ -130,8 +129,8 @@ def model_paths(config: Config) -> list[str]:
             continue
         settings = config.of(name)
         paths |= dict.fromkeys([actor.model, settings.critic.model])
-        if actor.is_trained and (settings.algo.teacher or settings.algo.reference):
-            paths |= dict.fromkeys(frozen_models(settings).values())
+        if actor.is_trained:
+            paths |= dict.fromkeys(settings.frozen_models.values())
     return [path for path in paths if path]
 
 

@@ -126,7 +126,7 @@ def check_optimizer(folder: Path, learner: Learner, name: str, layout: str) -> N
     if name.endswith("8bit") and layout != learner.ranks.layout:
         raise ValueError(
             f"{folder} holds 8-bit optimizer state of {layout}, which cannot be resharded for "
-            f"{learner.ranks.layout}; resume with those of the checkpoint"
+            f"{learner.ranks.layout}; resume with the same ranks and flags"
         )
 
 
