@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from mmap import mmap
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -85,8 +85,9 @@ def new_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     the first write, and most of a cache is never written."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    raw = np.zeros(math.prod(shape) * like.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(like.dtype).view(shape)
+    # np.zeros asks for huge pages, of which the first tokens of each row and head would take one.
+    raw = mmap(-1, math.prod(shape) * like.itemsize)
+    return torch.frombuffer(raw, dtype=like.dtype).view(shape)
 
 
 @dataclass(kw_only=True, slots=True)
