@@ -72,7 +72,7 @@ def check_tensor_parallel(
     """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
     if tp == 1:
         return
-    if lora is not None and lora.rank and ("experts" in lora.targets or lora.quantize != "none"):
+    if lora is not None and lora.rank and (lora.adapts_experts or lora.quantize != "none"):
         raise ValueError(
             f"--tp={tp} splits no adapters on experts and no quantized model; take --tp 1, or "
             "--actors.policy.lora.targets without experts and no --actors.policy.lora.quantize"
