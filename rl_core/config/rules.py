@@ -57,11 +57,11 @@ OF_RUN = [
         "--learner.kernels=compile cannot be combined with --tp; leave one out",
     ),
     (
-        lambda c: c.ep != 1 and c.tp > 1,
+        lambda c: c.ep not in (1, "auto") and c.tp > 1,
         "--ep={c.ep} cannot be combined with --tp={c.tp}; leave one out",
     ),
     (
-        lambda c: c.ep != 1 and c.learner.kernels != "default",
+        lambda c: c.ep not in (1, "auto") and c.learner.kernels != "default",
         "--ep={c.ep} cannot be combined with --learner.kernels={c.learner.kernels}; leave one out",
     ),
     (

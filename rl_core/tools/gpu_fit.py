@@ -129,7 +129,7 @@ def fitting_flags(
 
     for of_learner, of_engine in itertools.product(learners, ENGINES):
         flags = {key.replace("NAME", name): v for key, v in (of_learner | of_engine).items()}
-        if mesh.tp > 1 and of_learner.keys() & NF4:
+        if (mesh.tp > 1 or mesh.ep > 1) and of_learner.keys() & NF4:
             continue
         config: Config = plan.config
         for path, value in flags.items():

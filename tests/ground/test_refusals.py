@@ -432,7 +432,7 @@ FLAGS = [
     (MODEL, "--algorithm rm --learner.microbatch_tokens 1000", "of 1536 tokens"),
     (MODEL, "--learner.kernels compile --tp 2", "cannot be combined with --tp"),
     (MODEL, "--ep 2 --tp 2", "--ep=2 cannot be combined with --tp=2; leave one out"),
-    (MODEL, "--ep auto --learner.kernels liger", "cannot be combined with --learner.kernels=liger"),
+    (MODEL, "--ep 2 --learner.kernels liger", "cannot be combined with --learner.kernels=liger"),
     (
         MODEL,
         "--actors.policy.lora.rank 2 --actors.policy.lora.targets experts --optim.name muon",

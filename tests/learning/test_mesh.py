@@ -44,7 +44,8 @@ from rl_core.models.parallel.expert_parallel import check_expert_parallel, ep_pl
 from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.parallel.replicas import mesh_of_flags, num_replicas
 from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
-from rl_core.run.plan.model_options import read_other
+from rl_core.run.plan.model_options import check_model_options, read_other
+from rl_core.run.plan.plan import plan_learning
 from rl_core.run.process.meeting import check_gpus_differ
 from rl_core.run.saving import checkpoint
 from rl_core.run.saving.checkpoint import export_policy, save_checkpoint
@@ -117,6 +118,7 @@ EP_MESHES = ["ep 2 x cp 2", "ep 2 x dp 2"]
 EPOCHS = "--learner.updates_per_epoch 2 --learner.epochs 2"
 MUON = "--optim.name muon --optim.lr 1e-3 --optim.eps 1e-3 --optim.weight_decay 0.1"
 ALWAYS = "--learner.offload always"  # Needs a process group.
+NF4 = "--actors.policy.lora.rank 2 --actors.policy.lora.quantize nf4"
 ON_EXPERTS = "--actors.policy.lora.rank 3 --actors.policy.lora.targets all-linear,experts"
 RECOMPUTED = f"{ADAMW} --learner.activations recompute"
 # Name -> (model, flags, number of samples -> meshes). Two samples are fewer than the ranks that
@@ -684,7 +686,7 @@ def test_models_that_cannot_be_split_are_refused_with_the_nearest_choice(tp, arc
         (2, "llama4_text", {}, "--ep=2: a llama4_text model has no plan for experts .*--ep 1"),
         (2, "gemma4_text", {}, "--ep=2: a gemma4_text model splits layers as colwise, which"),
         (4, "qwen3_moe", {"rank": 2, "targets": "experts"}, "--ep=4 leaves one .* try --ep 2"),
-        ("auto", "qwen3_moe", {"rank": 2, "quantize": "nf4"}, "no quantized model; take --ep 1"),
+        (2, "qwen3_moe", {"rank": 2, "quantize": "nf4"}, "no quantized model; take --ep 1"),
     ],
 )
 def test_experts_that_cannot_be_split_are_refused_by_name(tmp_path, ep, arch, lora, message):
@@ -710,7 +712,7 @@ def test_experts_that_cannot_be_split_are_refused_by_name(tmp_path, ep, arch, lo
         ("--ep auto --cp 2", 4, 4, Mesh(dp_shard=2, cp=2, ep=4)),
         ("--ep auto --dp_replicate 2", 4, 4, Mesh(dp_replicate=2, dp_shard=2, ep=2)),
         ("--ep auto", 48, 48, Mesh(dp_shard=48, ep=8)),
-        ("--ep auto", 4, 0, Mesh(dp_shard=4)),
+        ("--ep auto", 3, 4, Mesh(dp_shard=3)),
         (f"--ep auto {ON_EXPERTS}", 4, 4, Mesh(dp_shard=4, ep=2)),
         ("--ep auto --algo.kl_coef 1 --algo.reference {six}", 4, 4, Mesh(dp_shard=4, ep=2)),
         ("--ep auto --algorithm ppo --critic.model {six}", 4, 4, Mesh(dp_shard=4, ep=2)),
@@ -733,6 +735,34 @@ def test_auto_splits_experts_over_as_many_ranks_as_divide_them(
     assert mesh_of_flags(config, num_ranks, ["policy"]) == expected
 
 
+@pytest.mark.parametrize(
+    "flags, arch, num_ranks, why",
+    [
+        ("", "qwen3_moe", 4, ""),
+        ("", "qwen3_moe", 3, "no number from 2 to 8 divides the ranks of a copy and the experts"),
+        ("", "qwen3", 4, "a qwen3 model has no plan for experts in transformers"),
+        ("--tp 2", "qwen3_moe", 4, "--tp=2 cannot be combined with --ep"),
+        ("--learner.kernels liger", "qwen3_moe", 4, "--learner.kernels=liger cannot be combined"),
+        (NF4, "qwen3_moe", 4, "the model of actor policy is quantized"),
+        ("", "qwen3_vl_moe", 4, "model sees images, which --ep does not support"),
+    ],
+)
+def test_auto_says_in_one_line_why_experts_are_not_split(
+    tmp_path, monkeypatch, capsys, flags, arch, num_ranks, why
+):
+    config = AutoConfig.for_model(arch, **SMALL | EXPERTS)
+    config.save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    model = tmp_path / "model"
+    flags = words("--env_path x.py --out x --ep auto --model", model, flags)
+    plan = plan_learning(parse_config(flags), {})
+    stderr = capsys.readouterr().err
+    assert (plan.mesh.ep == 1) == bool(why) == stderr.startswith("--ep auto: 1, because ")
+    assert why in stderr and stderr.count("\n") == bool(why)
+    # The rules and the checks of the model agree.
+    check_model_options(plan.config, "policy", config)
+
+
 def test_an_embedding_in_the_plan_changes_nothing():
     """transformers 5.17 adds it for models with tied embeddings."""
     config = AutoConfig.for_model("qwen3", num_attention_heads=8, num_key_value_heads=4)
@@ -742,11 +772,20 @@ def test_an_embedding_in_the_plan_changes_nothing():
     check_tensor_parallel(2, config)
 
 
-@pytest.mark.parametrize("option", [{"targets": "all-linear,experts"}, {"quantize": "nf4"}])
-def test_adapters_that_tp_cannot_split_are_refused(option):
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        (
+            {"targets": "all-linear,experts"},
+            "adapters on experts; .* experts out of .*lora.targets",
+        ),
+        ({"quantize": "nf4"}, "quantized model; .* leave out --actors.NAME.lora.quantize"),
+    ],
+)
+def test_adapters_that_tp_cannot_split_are_refused(option, message):
     config = AutoConfig.for_model("qwen3_moe", **SMALL | EXPERTS)
     check_tensor_parallel(2, config, LoraConfig(rank=4))
-    with pytest.raises(ValueError, match="--tp=2 splits no adapters on experts and no quantized"):
+    with pytest.raises(ValueError, match=f"--tp=2 splits no {message}"):
         check_tensor_parallel(2, config, LoraConfig(rank=4, **option))
 
 

@@ -328,14 +328,21 @@ ALWAYS = "--learner.offload always --learner.activations recompute"
 
 @pytest.fixture
 def plan_8b(flags, tmp_path, capsys, monkeypatch):
-    """plan_8b("--flag value", num_ranks) -> the output of rl-core plan for Qwen3-8B."""
+    """plan_8b("--flag value", num_ranks) -> the output of rl-core plan for Qwen3-8B, with --ep for
+    one whose first layer has experts."""
+    sizes = model_config("8B").to_diff_dict()
+    del sizes["model_type"], sizes["layer_types"]
+    of_experts = {"mlp_only_layers": [*range(1, 36)], "num_experts": 4}
     model_config("8B").save_pretrained(tmp_path / "8B")
-    AutoTokenizer.from_pretrained(flags[1]).save_pretrained(tmp_path / "8B")
+    AutoConfig.for_model("qwen3_moe", **sizes | of_experts).save_pretrained(tmp_path / "experts")
+    for name in ("8B", "experts"):
+        AutoTokenizer.from_pretrained(flags[1]).save_pretrained(tmp_path / name)
 
     def planned(more, num_ranks=1):
         monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
         size = f"--max_prompt_tokens 1024 --max_tokens 3072 {more}"
-        assert main(["plan", *flags, "--model", str(tmp_path / "8B"), *size.split()]) == 0
+        model = tmp_path / ("experts" if "--ep" in more else "8B")
+        assert main(["plan", *flags, "--model", str(model), *size.split()]) == 0
         return capsys.readouterr().out
 
     return planned
@@ -350,6 +357,7 @@ def plan_8b(flags, tmp_path, capsys, monkeypatch):
         (f"--gpu_gib 48 {ALWAYS} --engine_memory_frac 0.38", 1, "holds 4 episodes of 4,096", 2),
         ("--gpu_gib 24 --engine embedded --learner.offload phase", 1, "learning takes", 0),
         ("--gpu_gib 8", 1, "does not fit", 0),
+        ("--gpu_gib 21 --ep 2", 2, "does not fit", 1),
     ],
 )
 def test_a_plan_for_a_gpu_names_flags_with_which_it_fits(

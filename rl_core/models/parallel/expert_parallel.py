@@ -81,15 +81,13 @@ def check_expert_parallel(
 ) -> None:
     """Raises ValueError if the experts of a model that is trained cannot be split over `ep` ranks,
     before any weight is read."""
-    if ep == 1:
+    if ep in (1, "auto"):
         return
-    if lora is not None and lora.rank and lora.quantize != "none":
+    if lora is not None and lora.quantize != "none":
         raise ValueError(
             f"--ep={ep} splits no quantized model; take --ep 1, or leave out "
-            "--actors.policy.lora.quantize"
+            "--actors.NAME.lora.quantize"
         )
-    if ep == "auto":
-        return
     num = num_to_split(int(ep), model_config)
     check_division(int(ep), num)
     if ep == num and lora is not None and lora.adapts_experts:
@@ -122,31 +120,50 @@ def nearest_divisor(num: int, most: int) -> int:
 def num_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> int:
     """--ep for these actors on `num_shards` ranks of a copy. `auto`: the largest number up to
     MAX_AUTO that divides the ranks and the experts of every model, of critics, references and
-    teachers too; 1 if an actor's model has none."""
+    teachers too; 1 where --ep is refused."""
     if config.ep != "auto":
         return config.ep
+    try:
+        return most_expert_ranks(config, num_shards, actors)
+    except (OSError, ValueError):  # why_unsplit() says so.
+        return 1
+
+
+def most_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) -> int:
+    """The largest --ep. Raises ValueError, or OSError for a model that cannot be read, if only 1 is
+    possible on any number of ranks."""
+    if config.tp > 1:
+        raise ValueError(f"--tp={config.tp} cannot be combined with --ep")
+    if (kernels := config.learner.kernels) != "default":
+        raise ValueError(f"--learner.kernels={kernels} cannot be combined with --ep")
     common, most = num_shards, MAX_AUTO
     for name in actors:
         actor, settings = config.actors[name], config.of(name)
+        if actor.lora.quantize != "none":
+            raise ValueError(f"the model of actor {name} is quantized")
         if actor.model is None:  # It trains an adapter of another actor's weights.
             continue
-        num = experts_of(actor.model, 1)
+        model_config = load_model_config(actor.model)
+        if hasattr(model_config, "vision_config"):
+            raise ValueError(f"{actor.model} sees images, which --ep does not support")
+        num = num_experts(model_config)
+        common = math.gcd(common, num)
         if actor.lora.adapts_experts:
             most = min(most, max(1, num // 2))
-        others = [settings.critic.model or actor.model, *settings.frozen_models.values()]
-        # A dense critic, reference or teacher is sharded as without --ep.
-        common = math.gcd(common, num, *(experts_of(path, 0) for path in others))
+        for path in (settings.critic.model or actor.model, *settings.frozen_models.values()):
+            other = load_model_config(path)
+            if ep_plan(other):  # A dense model is sharded as without --ep.
+                common = math.gcd(common, num_experts(other))
     return nearest_divisor(common, most)
 
 
-def experts_of(path: str, dense: int) -> int:
-    """num_experts() of the model at `path`; `dense` for one without a plan, 1 if experts cannot be
-    split."""
+def why_unsplit(config: Config, actors: Iterable[str]) -> str:
+    """Reason why `--ep auto` is 1 for these actors."""
     try:
-        model_config = load_model_config(path)
-        return num_experts(model_config) if ep_plan(model_config) else dense
-    except (OSError, ValueError):  # The checks of models report an unreadable one.
-        return 1
+        most_expert_ranks(config, 1, actors)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return f"no number from 2 to {MAX_AUTO} divides the ranks of a copy and the experts"
 
 
 def split_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:

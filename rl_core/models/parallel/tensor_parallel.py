@@ -72,10 +72,15 @@ def check_tensor_parallel(
     """Raises ValueError if the model cannot be split over `tp` ranks, before any weight is read."""
     if tp == 1:
         return
-    if lora is not None and lora.rank and (lora.adapts_experts or lora.quantize != "none"):
+    if lora is not None and lora.adapts_experts:
         raise ValueError(
-            f"--tp={tp} splits no adapters on experts and no quantized model; take --tp 1, or "
-            "--actors.policy.lora.targets without experts and no --actors.policy.lora.quantize"
+            f"--tp={tp} splits no adapters on experts; take --tp 1, or leave experts out of "
+            "--actors.NAME.lora.targets"
+        )
+    if lora is not None and lora.quantize != "none":
+        raise ValueError(
+            f"--tp={tp} splits no quantized model; take --tp 1, or leave out "
+            "--actors.NAME.lora.quantize"
         )
     config, base = model_config.get_text_config(), backbone(on_meta(model_config))
     if problem := problem_of(tp_plan(model_config), base):

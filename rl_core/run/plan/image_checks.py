@@ -14,7 +14,7 @@ def why_no_images(config: Config, name: str, custom: CustomComponents | None = N
     """Reason why an actor whose model sees gets no images in this run; "" if it does."""
     settings, trained = config.of(name), config.actors[name].is_trained
     for flag, default in (("cp", 1), ("tp", 1), ("ep", 1), ("rollout_ranks", 0)):
-        if getattr(config, flag) > default:
+        if getattr(config, flag) not in (default, "auto"):
             return f"--{flag}={getattr(config, flag)} takes no images; leave it out"
     made = custom and custom.engine
     if config.is_rl and (made or config.engine != "auto"):  # Tools that do not sample choose none.

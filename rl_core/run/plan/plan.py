@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -153,13 +154,18 @@ def make_plan(
 def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
     """The plan without rows and engines. Reads only advantage_fn of the environments."""
     algorithms, local = {}, list(config.actors)
+    rank, first = int(os.environ.get("RANK", 0)), 0
     rank_groups = rank_groups_of(config, num_ranks())
     if rank_groups:
-        rank = int(os.environ.get("RANK", 0))
         group = next(group for group in rank_groups if rank in group.ranks)
-        mesh, local = group.mesh, group.actors
+        mesh, local, first = group.mesh, group.actors, group.ranks[0]
     else:
         mesh = mesh_of_flags(config, num_ranks(), config.trained, config.rollout_ranks)
+    learning = [name for name in config.trained if name in local]
+    if config.ep == "auto" and mesh.ep == 1 and learning and rank == first:
+        from rl_core.models.parallel.expert_parallel import why_unsplit
+
+        print(f"--ep auto: 1, because {why_unsplit(config, learning)}", file=sys.stderr)
     for name in config.trained:
         algorithms[name] = choose_algorithm(config.of(name), envs)
     return Plan(
