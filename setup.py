@@ -25,6 +25,7 @@ def long_description() -> str:
 EXTRAS = {
     "api": ["openai>=2.8", "anthropic>=0.60", "httpx>=0.23"],
     "json": ["jsonschema>=4.20"],
+    "text": ["sacrebleu>=2.4"],
     "grammar": ["llguidance>=1.8"],
     "bnb": ["bitsandbytes>=0.50", "accelerate>=1.0"],
     "liger": ["liger-kernel>=0.8.5"],
@@ -59,6 +60,7 @@ EXTRAS["types"] = ["pyright[nodejs]>=1.1.400"]
 EXTRAS["test"] = [
     *EXTRAS["api"],
     *EXTRAS["json"],
+    *EXTRAS["text"],
     *EXTRAS["grammar"],
     *EXTRAS["bnb"],
     *EXTRAS["trackers"],

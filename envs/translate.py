@@ -8,7 +8,7 @@ TRANSLATE_DATA: a data set of the hub, its configuration behind a comma, or a fo
 train.jsonl and validation.jsonl. Rows: `translation`, a dict of texts by language, as in WMT.
 TRANSLATE_FROM (de) and TRANSLATE_TO (en) choose two; the first 100,000 rows are read. Rows of
 --data.train have the text as `prompt` and the translation as `reference`. Reward: the mean of chrF
-and of BLEU of the sentence, as sacrebleu computes them, from 0 to 1; both are metrics. An actor
+and of BLEU of the sentence, from 0 to 1 (pip install 'rl_core[text]'); both are metrics. An actor
 `judge` (--actors.judge.api URL/v1 --actors.judge.model NAME) scores half of the reward;
 TRANSLATE_JUDGE=0.3 another share. Without data: numbers of animals, German to English. Needs a GPU,
 not run: only by scripted actors and for a few steps.

@@ -39,14 +39,6 @@ if TYPE_CHECKING:
 
 NUMBER = r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|-?\.\d+"
 FENCE = r"(?s)```[\w+-]*[ \t]*\n(.*?)```"
-# Tokens of mteval-v13a: pattern -> replacement with spaces.
-TOKENS_13A = {
-    r"([{-~\[-` -&(-+:-@/])": r" \1 ",
-    r"([^0-9])([.,])": r"\1 \2 ",
-    r"([.,])([^0-9])": r" \1 \2",
-    r"([0-9])(-)": r"\1 \2 ",
-}
-ENTITIES = {"&quot;": '"', "&amp;": "&", "&lt;": "<", "&gt;": ">"}
 
 
 def exact(text: str, answer: str) -> float:
@@ -214,50 +206,23 @@ def ngrams(items: Sequence[str], size: int) -> Counter:
 
 
 def bleu(text: str, reference: str) -> float:
-    """BLEU of a sentence, in [0, 1] (Papineni et al. 2002, aclanthology.org/P02-1040). As
-    `sacrebleu.sentence_bleu` / 100: tokens of mteval-v13a, up to 4-grams, exponential smoothing,
-    effective order."""
-    words, expected = words_13a(text), words_13a(reference)
-    if not expected:
-        raise ValueError(f"reference={reference!r} must hold a word")
-    if not set(words) & set(expected):
-        return 0.0
-    smoothing, logs = 1.0, []
-    for size in range(1, min(4, len(words)) + 1):
-        grams = ngrams(words, size)
-        same: float = (grams & ngrams(expected, size)).total()
-        if not same:
-            smoothing *= 2
-            same = 1 / smoothing
-        logs.append(math.log(same / grams.total()))
-    brevity = min(0.0, 1 - len(expected) / len(words))
-    return math.exp(brevity + sum(logs) / len(logs))
-
-
-def words_13a(text: str) -> list[str]:
-    text = text.rstrip().replace("<skipped>", "").replace("-\n", "").replace("\n", " ")
-    for name, character in ENTITIES.items():
-        text = text.replace(name, character)
-    text = f" {text} "
-    for pattern, spaced in TOKENS_13A.items():
-        text = re.sub(pattern, spaced, text)
-    return text.split()
+    """BLEU of a sentence, in [0, 1] (Papineni et al. 2002, aclanthology.org/P02-1040, by
+    `sacrebleu`; pip install rl_core[text])."""
+    return overlap("bleu", text, reference)
 
 
 def chrf(text: str, reference: str) -> float:
-    """chrF: F2 of character n-grams up to 6, without white space, in [0, 1] (Popovic 2015,
-    aclanthology.org/W15-3049). As `sacrebleu.sentence_chrf` / 100; it fits any script."""
-    characters, expected = ("".join(each.split()) for each in (text, reference))
-    if not expected:
-        raise ValueError(f"reference={reference!r} must hold a character")
-    precision = recall = 0.0
-    sizes = range(1, min(6, len(characters), len(expected)) + 1)
-    for size in sizes:
-        grams, other = ngrams(characters, size), ngrams(expected, size)
-        same = (grams & other).total()
-        precision += same / grams.total() / len(sizes)
-        recall += same / other.total() / len(sizes)
-    return 5 * precision * recall / (4 * precision + recall) if recall else 0.0
+    """chrF: F2 of character n-grams up to 6, in [0, 1], for any script (Popovic 2015,
+    aclanthology.org/W15-3049, by `sacrebleu`; pip install rl_core[text])."""
+    return overlap("chrf", text, reference)
+
+
+def overlap(name: str, text: str, reference: str) -> float:
+    if not reference.strip():
+        raise ValueError(f"reference={reference!r} must hold a word")
+    with needing(f"{name}()", "text"):
+        import sacrebleu
+    return getattr(sacrebleu, f"sentence_{name}")(text, [reference]).score / 100
 
 
 def together(
