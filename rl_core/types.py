@@ -217,7 +217,7 @@ class SequenceShard:
     logit_indices: Tensor  # [m] int64, indices into this rank's tokens.
     trained: Tensor  # [m] int64, indices of the trained tokens that these predict.
     counts: list[int]  # [cp] m of every rank.
-    places: Tensor  # [M] int64, index of each trained token in those of all ranks, rank by rank.
+    gathered: Tensor  # [M] int64, index of each trained token in those of all ranks, in rank order.
 
 
 @dataclass(kw_only=True, slots=True)

@@ -115,16 +115,16 @@ def place_images(messages: list[Message], urls: Sequence[str]) -> list[Message]:
         return [m | {"content": filled[i]} if i in filled else m for i, m in enumerate(messages)]
     if not empty:
         parts = [split_marks(message) for message in parts]
-    places = sum(item == {"type": "image"} for message in parts for item in message)
-    if not places:
+    num_parts = sum(item == {"type": "image"} for message in parts for item in message)
+    if not num_parts:
         first = next((i for i, m in enumerate(messages) if m["role"] == "user"), 0)
         parts[first] = [{"type": "image"} for _ in urls] + parts[first]
-        places = len(urls)
-    if places != len(urls):
+        num_parts = len(urls)
+    if num_parts != len(urls):
         kind = "parts of type 'image'" if empty else f"marks {MARK}"
         raise ValueError(
-            f"the messages have {places} {kind}, and the row has {len(urls)} images; give one for "
-            "each"
+            f"the messages have {num_parts} {kind}, and the row has {len(urls)} images; give one "
+            "for each"
         )
     left, placed = iter(urls), []
     for message, of_message in zip(messages, parts, strict=True):

@@ -22,11 +22,11 @@ SHARE_FROM = 0.1  # least fraction of its samples' tokens that a shared piece mu
 SHARE_TOKENS = 4
 
 
-class Unit(NamedTuple):
+class PackItem(NamedTuple):
     """Samples of one rank that go to one bin together: a pair, or neighbours that begin alike."""
 
     group: int  # index among the groups of all ranks
-    rank: int  # rank that has the unit
+    rank: int  # rank that has the item
     first: int  # sample, of the rank's in this minibatch that need a forward
     num_samples: int
     num_tokens: int  # computed tokens
@@ -37,13 +37,13 @@ class Unit(NamedTuple):
 class MinibatchPlan:
     """The plan of a minibatch, equal on every rank. Tokens are moved after the plan is made."""
 
-    groups: dict[str, int] = field(default_factory=dict)  # their places among all groups
+    groups: dict[str, int] = field(default_factory=dict)  # name -> index among all groups
     num_tokens: int = 0  # trained tokens of all samples, skipped ones included
     num_sequences: int = 0  # number of these samples
     num_used: int = 0  # tokens of samples that need a forward
     has_images: bool = False  # True if a sample of any rank has one.
     # Bin b is a microbatch of rank b % num_ranks.
-    bins: list[list[Unit]] = field(default_factory=list)
+    bins: list[list[PackItem]] = field(default_factory=list)
     # Cost of each bin: matrix products and attention, in units of one token's matrix products.
     bin_work: list[float] = field(default_factory=list)
 
@@ -116,14 +116,14 @@ def split_groups(of_ranks: list[list[list]], num: int) -> list[MinibatchPlan]:
     return plans
 
 
-def make_units(
+def make_items(
     samples: list[TrainingSample],
     plan: MinibatchPlan,
     rank: int,
     budget: PackBudget,
     is_pairs: bool = False,
-) -> list[Unit]:
-    """The units of a rank's samples in the plan that need a forward. Samples with a common
+) -> list[PackItem]:
+    """The items of a rank's samples in the plan that need a forward. Samples with a common
     beginning are neighbours."""
     lengths = [len(sample.token_ids) - 1 for sample in samples]
     shared = [0] * len(samples)  # tokens, with the sample before
@@ -134,22 +134,22 @@ def make_units(
         max_tokens = math.inf
         starts = range(0, len(samples), 2)
     else:
-        # No unit is so large that the ranks' loads would differ.
+        # No item is so large that the ranks' loads would differ.
         max_tokens = min(budget.max_tokens, plan.num_used // (2 * budget.num_ranks))
-        starts = unit_starts(lengths, shared, max_tokens, budget.cp)
-    units = []
+        starts = item_starts(lengths, shared, max_tokens, budget.cp)
+    items = []
     for first, end in itertools.pairwise([*starts, len(samples)]):
         group = plan.groups[samples[first].group_id]
         for facts in fitting(lengths[first:end], shared[first + 1 : end], max_tokens, budget.cp):
-            units.append(Unit(group, rank, first, *facts))
+            items.append(PackItem(group, rank, first, *facts))
             first += facts[0]
-    return units
+    return items
 
 
-def unit_starts(lengths: list[int], shared: list[int], max_tokens: int, cp: int) -> list[int]:
-    """Indices of samples that share no beginning with the sample before, or would exceed a unit."""
+def item_starts(lengths: list[int], shared: list[int], max_tokens: int, cp: int) -> list[int]:
+    """Indices of samples that share no beginning with the sample before, or would exceed an item."""
     starts = []
-    tokens = 0  # lower bound of the last unit's tokens
+    tokens = 0  # lower bound of the last item's tokens
     for i, (length, num) in enumerate(zip(lengths, shared, strict=True)):
         begins_alike = cp == 1 and is_worth_sharing(num, length + 1)
         tokens += length - num
@@ -162,9 +162,9 @@ def unit_starts(lengths: list[int], shared: list[int], max_tokens: int, cp: int)
 def fitting(
     lengths: list[int], shared: list[int], max_tokens: float, cp: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(samples, tokens, scores) of a unit, halved where not all that its samples share is worth
+    """(samples, tokens, scores) of an item, halved where not all that its samples share is worth
     computing once."""
-    tokens, scores = unit_cost(lengths, shared, cp)
+    tokens, scores = item_cost(lengths, shared, cp)
     half = len(lengths) // 2
     if not half or tokens <= max_tokens:
         yield len(lengths), tokens, scores
@@ -173,7 +173,7 @@ def fitting(
         yield from fitting(lengths[half:], shared[half:], max_tokens, cp)
 
 
-def unit_cost(lengths: list[int], shared: list[int], cp: int) -> tuple[int, int]:
+def item_cost(lengths: list[int], shared: list[int], cp: int) -> tuple[int, int]:
     """Tokens, and twice the scores of attention, of samples that are computed together."""
     tokens = scores = 0
     for piece in tree_pieces(lengths, shared, cp):
@@ -183,13 +183,13 @@ def unit_cost(lengths: list[int], shared: list[int], cp: int) -> tuple[int, int]
 
 
 def fill_bins(plan: MinibatchPlan, of_ranks: list[list[list]], budget: PackBudget) -> None:
-    """Balances the units of all ranks over ranks and microbatches."""
-    units = sorted(itertools.starmap(Unit, itertools.chain(*of_ranks)))
+    """Balances the items of all ranks over ranks and microbatches."""
+    items = sorted(itertools.starmap(PackItem, itertools.chain(*of_ranks)))
     costs = []
-    for unit in units:
-        costs.append((unit.num_tokens, unit.num_tokens + budget.pair_work * unit.num_scores / 2))
+    for item in items:
+        costs.append((item.num_tokens, item.num_tokens + budget.pair_work * item.num_scores / 2))
     for numbers in balanced_bins(costs, budget.max_tokens, budget.num_ranks):
-        plan.bins.append([units[n] for n in sorted(numbers)])
+        plan.bins.append([items[n] for n in sorted(numbers)])
         plan.bin_work.append(sum(costs[n][1] for n in numbers))
 
 

@@ -19,7 +19,7 @@ from rl_core.data.packing import (
     PackBudget,
     fill_bins,
     group_totals,
-    make_units,
+    make_items,
     needs_forward,
     pack_samples,
     split_groups,
@@ -87,10 +87,10 @@ def shard_samples(
         # Bins run in step across the ranks.
         fullest = max(plan.bin_work, default=0) * len(plan.bin_work)
         add_metrics(metrics, {"pack/fill_frac": Mean(sum(plan.bin_work), fullest)})
-        for units in plan.bins[ranks.dp_rank :: budget.num_ranks]:
+        for items in plan.bins[ranks.dp_rank :: budget.num_ranks]:
             mine = []
-            for unit in units:
-                mine += itertools.islice(received[unit.rank], unit.num_samples)
+            for item in items:
+                mine += itertools.islice(received[item.rank], item.num_samples)
             others = None
             if algorithm.objective == "kto":
                 mine, others = mine[::2], mine[1::2]
@@ -122,11 +122,11 @@ def plan_minibatches(
     skips = algorithm.skips_zero_advantages
     plans = split_groups(all_gather_json(group_totals(samples, skips), ranks), num)
     used = [sample for sample in samples if needs_forward(sample, skips)]
-    local_samples, units = [], []
+    local_samples, items = [], []
     for plan in plans:
         local_samples.append([sample for sample in used if sample.group_id in plan.groups])
-        units.append(make_units(local_samples[-1], plan, ranks.rank, budget, algorithm.is_pairs))
-    of_ranks = all_gather_json(units, ranks)
+        items.append(make_items(local_samples[-1], plan, ranks.rank, budget, algorithm.is_pairs))
+    of_ranks = all_gather_json(items, ranks)
     for number, plan in enumerate(plans):
         fill_bins(plan, [of_rank[number] for of_rank in of_ranks], budget)
     return plans, local_samples
@@ -141,11 +141,11 @@ def move_samples(
     """The samples that this rank trains on, in the order of its bins, by the rank that had them."""
     outgoing: list[list[TrainingSample]] = [[] for _ in range(num_ranks)]
     for samples, plan in zip(local_samples, plans, strict=True):
-        for number, units in enumerate(plan.bins):
-            for unit in units:
-                if unit.rank == ranks.rank:
-                    end = unit.first + unit.num_samples
-                    outgoing[number % num_ranks] += samples[unit.first : end]
+        for number, items in enumerate(plan.bins):
+            for item in items:
+                if item.rank == ranks.rank:
+                    end = item.first + item.num_samples
+                    outgoing[number % num_ranks] += samples[item.first : end]
     if ranks.size == 1:
         return [iter(outgoing[0])]
     from rl_core.learning.sample_exchange import exchange, from_bytes, to_bytes

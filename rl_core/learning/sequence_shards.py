@@ -38,6 +38,6 @@ def shard_sequences(batch: PackedBatch, ranks: Ranks) -> PackedBatch:
         logit_indices=here[batch.logit_indices[by_owner[rank]]],
         trained=by_owner[rank],
         counts=[len(tokens) for tokens in by_owner],
-        places=torch.cat(by_owner).argsort(),
+        gathered=torch.cat(by_owner).argsort(),
     )
     return dataclasses.replace(batch, shard=to_device(shard, ranks.device))

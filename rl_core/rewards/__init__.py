@@ -190,12 +190,12 @@ def rouge(text: str, reference: str, kind: str = "L") -> float:
 def common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
     """Length of the longest common subsequence, by bit vectors: a word costs one addition
     (Hyyro 2004)."""
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for index, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << index
+        positions[word] = positions.get(word, 0) | 1 << index
     row = full = (1 << len(first)) - 1
     for word in second:
-        same = row & places.get(word, 0)
+        same = row & positions.get(word, 0)
         row = (row + same | row - same) & full
     return (full ^ row).bit_count()
 

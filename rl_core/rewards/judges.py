@@ -239,14 +239,14 @@ async def fitting(
     leaves room for a reply in the actor's context."""
     assert actor.params is not None
     context = actor.max_context_tokens or math.inf  # Unknown of an endpoint.
-    room = max(context - sampling.get("max_tokens", actor.params.max_tokens), context / 2)
+    budget = max(context - sampling.get("max_tokens", actor.params.max_tokens), context / 2)
     longest = max(map(len, texts))
     while True:
         asked = render(*(without_middle(text, longest) for text in texts))
         share, fix = max_chars / len(asked), "raise max_chars"
         # A text that is far too long is not tokenized.
         if share >= 1 and context < math.inf:
-            share = room / await num_tokens(actor, asked)
+            share = budget / await num_tokens(actor, asked)
             fix = "raise --max_prompt_tokens or lower the judge's max_tokens"
         if share >= 1:
             return asked

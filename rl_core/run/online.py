@@ -111,9 +111,9 @@ class Online(Plugin):
     async def refill(self, groups: list[Group]) -> list[Group]:
         """This rank's groups of the step: all on the writer's rank, none on others."""
         step, ranks = self.trainer.step, self.trainer.ranks
-        begun = f"online/{step}"
+        decided = f"online/{step}"
         if self.server is None:
-            while not (decision := ranks.number(begun)):  # noqa: ASYNC110  (set by another process)
+            while not (decision := ranks.number(decided)):  # noqa: ASYNC110  (set by another process)
                 await asyncio.sleep(POLL_S)
             if decision == NO_STEP:
                 raise NoEpisodes
@@ -125,13 +125,13 @@ class Online(Plugin):
             if ranks.number(SIGNAL_RECEIVED):
                 await self.drain()
                 if (chosen := self.source.take(step, is_last=True)) is None:
-                    ranks.set_number(begun, NO_STEP)
+                    ranks.set_number(decided, NO_STEP)
                     raise NoEpisodes
                 break
             await asyncio.sleep(POLL_S)
         if not ranks.rollout_ranks:
             sessions.gate.clear()
-        ranks.set_number(begun, STEP)
+        ranks.set_number(decided, STEP)
         return [self.group(number, each) for number, each in enumerate(chosen)]
 
     def progress(self) -> str:

@@ -82,7 +82,7 @@ class RankGroupClient(Plugin):
 
     async def after_learn(self, step: int) -> None:
         for group in self.waited_for:
-            with self.trainer.timed("places"), self.naming(group):
+            with self.trainer.timed("rank_groups"), self.naming(group):
                 asked = []
                 for number, server in self.pairs(group):
                     asked.append(self.ask(server, "learned", sender=number, step=step))

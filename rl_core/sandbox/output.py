@@ -15,9 +15,9 @@ class Output:
 
     def add(self, data: bytes) -> None:
         self.num_bytes += len(data)
-        room = self.half - len(self.head)
-        self.head += data[:room]
-        self.tail = (self.tail + data[room:])[-self.half :]
+        num_left = self.half - len(self.head)
+        self.head += data[:num_left]
+        self.tail = (self.tail + data[num_left:])[-self.half :]
 
     def data(self) -> bytes:
         left_out = self.num_bytes - len(self.head) - len(self.tail)

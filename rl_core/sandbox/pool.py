@@ -270,9 +270,9 @@ class Channels:
         data, loop = bytearray(), asyncio.get_running_loop()
         with suppress(ConnectionError):
             while chunk := await loop.sock_recv(source, 1 << 16):
-                room = most - len(data)
-                data += chunk[:room]
-                if len(chunk) > room:
+                num_left = most - len(data)
+                data += chunk[:num_left]
+                if len(chunk) > num_left:
                     self.cut = True
                     self.end()
         return bytes(data)

@@ -68,7 +68,7 @@ class ProgramBoxes:
         self.service = service
         self.idle: list[RemoteBox] = []
         self.num_boxes = min(MAX_BOXES, max(1, service.settings.max_boxes // 2))
-        self.places = asyncio.Semaphore(self.num_boxes)
+        self.free_boxes = asyncio.Semaphore(self.num_boxes)
         self.slots = asyncio.Semaphore(self.num_boxes)
         self.reserving: asyncio.Future[None] | None = None
 
@@ -85,7 +85,7 @@ class ProgramBoxes:
     async def play(self, image: str, limits: Limits, job: Job) -> list[Outcome]:
         await self.reserve()
         wanted = {"job": dataclasses.asdict(job), "limits": dataclasses.asdict(limits)}
-        async with self.places:
+        async with self.free_boxes:
             for attempt in range(TRIES):
                 try:
                     return await self.play_once(image, limits, json.dumps(wanted), deadline_s(job))

@@ -28,7 +28,7 @@ from rl_core.algorithms import (
     token_losses,
 )
 from rl_core.data.images import image_in_bytes
-from rl_core.data.packing import MinibatchPlan, fill_bins, make_units, pack_samples
+from rl_core.data.packing import MinibatchPlan, fill_bins, make_items, pack_samples
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.errors import nearest
 from rl_core.learning.learner import Learner, Metrics
@@ -100,7 +100,7 @@ class Members:
     """The sequences of a batch."""
 
     numbers: list[int]
-    places: Tensor  # [M] index of each token's logprob among those that are computed.
+    indices: Tensor  # [M] index of each token's logprob among those that are computed.
 
 
 def scaling_of(lora: Lora, alpha: float) -> float:
@@ -340,24 +340,25 @@ class MultiLora:
         order = sorted(range(len(samples)), key=lambda i: samples[i].token_ids.tobytes())
         samples = [samples[i] for i in order]
         plan = MinibatchPlan(groups={"": 0}, num_used=sum(len(s.token_ids) for s in samples))
-        units = [list(unit) for unit in make_units(samples, plan, 0, learner.budget)]
-        fill_bins(plan, [units], learner.budget)
+        items = [list(item) for item in make_items(samples, plan, 0, learner.budget)]
+        fill_bins(plan, [items], learner.budget)
         batches, members = [], []
-        for units in plan.bins[self.ranks.dp_rank :: learner.budget.num_ranks]:
+        for items in plan.bins[self.ranks.dp_rank :: learner.budget.num_ranks]:
             numbers = []
-            for unit in units:
-                numbers += range(unit.first, unit.first + unit.num_samples)
+            for item in items:
+                numbers += range(item.first, item.first + item.num_samples)
             of_batch = [samples[i] for i in numbers]
             batch = pack_samples(of_batch, learner.budget.cp)
             numbers = [order[i] for i in numbers]
             targets = [sequences[i].columns["target_tokens"] for i in numbers]
             labels = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *targets]))
             # Sequences of a group have their prompt's logprobs in common.
-            keys, places = batch.logit_indices * self.vocab_size + labels, torch.arange(len(labels))
+            keys = batch.logit_indices * self.vocab_size + labels
+            indices = torch.arange(len(labels))
             if learner.budget.cp == 1:
-                keys, places = keys.unique(return_inverse=True)
+                keys, indices = keys.unique(return_inverse=True)
             batch.logit_indices, batch.labels = keys // self.vocab_size, keys % self.vocab_size
-            members.append(Members(numbers=numbers, places=places.to(self.ranks.device)))
+            members.append(Members(numbers=numbers, indices=indices.to(self.ranks.device)))
             if self.family is not None and batch.images is None:
                 batch.images = {}
             for extension in learner.extensions:
@@ -527,7 +528,7 @@ class RequestLosses:
     def __call__(self, batch: PackedBatch, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Metrics]:
         of_batch = next(self.members)
         numbers = of_batch.numbers
-        logprobs, entropy = outputs[0][of_batch.places], outputs[1][of_batch.places]
+        logprobs, entropy = outputs[0][of_batch.indices], outputs[1][of_batch.indices]
         columns = self.columns(numbers, logprobs)
         losses, is_clipped = self.losses(batch, logprobs, entropy, columns)
         self.loss += float(losses.detach().double().sum())

@@ -148,8 +148,8 @@ class SnapshotSampler:
     def params(self, asked: Sampling, num_prompt: int) -> SamplingParams:
         """Raises ValueError for a prompt without room for a token."""
         max_tokens = self.lora.max_tokens
-        room = max_tokens - num_prompt
-        if room < 1:
+        num_left = max_tokens - num_prompt
+        if num_left < 1:
             raise ValueError(
                 f"the prompt has {num_prompt} tokens; --max_context_tokens is {max_tokens}"
             )
@@ -159,7 +159,7 @@ class SnapshotSampler:
         # vLLM refuses ids that are no token's.
         ids = tuple(number for number in numbers if 0 <= number < self.lora.vocab_size)
         return SamplingParams(
-            max_tokens=min(asked.max_tokens or room, room),
+            max_tokens=min(asked.max_tokens or num_left, num_left),
             temperature=asked.temperature,
             top_p=asked.top_p,
             top_k=max(0, asked.top_k),

@@ -146,11 +146,10 @@ async def evaluate(
                 of_model = {"actors", *(f"actor {name}" for name in names)}
                 shared |= {key: of_actors[key] for key in of_actors.keys() - of_model}
                 cell = folder.cell(model, env, of_actors | shared, shared)
-            drawn = {"temperature": 0.0}
             sampled = []
             try:
                 greedy = await playing.play(
-                    tasks, 1, drawn, f"eval/{env}", f"greedy/{env}", cell=cell
+                    tasks, 1, {"temperature": 0.0}, f"eval/{env}", f"greedy/{env}", cell=cell
                 )
                 if n:
                     sampling = config.eval.sampling
@@ -230,11 +229,11 @@ def wilson(value: float, n: int) -> tuple[float, float]:
 def rows_of(by_model: dict[str, Scores]) -> list[list[str]]:
     """A line for each environment and metric, a column for each model."""
     lines: list[list[str]] = [["environment", "metric", *by_model]]
-    places = {}
+    keys = {}
     for scores in by_model.values():
         for env, metrics in scores.items():
-            places |= {(env, name): None for name in metrics}
-    for env, name in places:
+            keys |= {(env, name): None for name in metrics}
+    for env, name in keys:
         if name == "greedy_score":
             scored = [scores.get(env, {}).get(name) for scores in by_model.values()]
             lines.append([env, "tasks", *(str(s.num_tasks) if s else "-" for s in scored)])

@@ -225,21 +225,21 @@ class Player:
         self,
         tasks: list[Task],
         size: int,
-        drawn: dict[str, float] | None,
+        sampling: dict[str, float] | None,
         batch: str,
         label: str,
         first: int = 0,
         cell: Cell | None = None,
     ) -> list[Trajectory]:
-        """`size` episodes of each task; `drawn`: make_group()'s. `cell`: has some of them already,
-        and keeps the others. Raises RunError if too many fail."""
+        """`size` episodes of each task; `sampling`: as in make_group(). `cell`: has some of them
+        already, and keeps the others. Raises RunError if too many fail."""
         from rl_core.run.failure_limit import refuse_failures
         from rl_core.sampling.groups import make_group
 
         config, position = self.config, {"batch": batch, "label": label, "size": size}
         groups, played = [], []
         for number, task in enumerate(tasks, first):
-            group = make_group(config, task, drawn, number=number, **position)
+            group = make_group(config, task, sampling, number=number, **position)
             known = cell.find(group) if cell else None
             if known is None:
                 groups.append(group)

@@ -126,12 +126,12 @@ async def judge_all(
         )
     width = max(len(name_of(task)) for task in tasks)
     report(f"{'task':<{width}} {'oracle':>8} {'nothing':>8} {'seconds':>8}")
-    room = asyncio.Semaphore(AT_ONCE)
+    slots = asyncio.Semaphore(AT_ONCE)
     num_logs = 0
 
     async def judge_one(task: Task) -> Verdict:
         nonlocal num_logs
-        async with room:
+        async with slots:
             verdict = await judge(env, task, play_nothing)
         report(described(verdict, width))
         if verdict.fault and verdict.log and num_logs < MAX_LOGS:

@@ -238,7 +238,7 @@ def test_first_lines_evaluations_and_checks_of_engines(make_flags, tmp_path):
     assert "(frozen on rank 1)" in done.stdout and "4 x CPU" in done.stdout
     for row in steps(out):
         assert 0 <= row["learn/alice/canary_max_diff"] < 1e-3
-        assert row["time/places_s"] > 0 and row["rollout/alice/tokens"] > 0
+        assert row["time/rank_groups_s"] > 0 and row["rollout/alice/tokens"] > 0
     assert sorted(path.name for path in (out / "best").iterdir() if path.is_dir()) == [
         "alice",
         "bob",

@@ -18,7 +18,7 @@ from rl_core.data.packing import (
     Unit,
     fill_bins,
     group_totals,
-    make_units,
+    make_items,
     needs_forward,
     pack_samples,
     split_groups,
@@ -178,7 +178,7 @@ def plan_of(
     units = []
     for rank, samples in enumerate(of_ranks):
         used = [each for each in samples if needs_forward(each, skips)]
-        units.append(make_units(used, plan, rank, budget))
+        units.append(make_items(used, plan, rank, budget))
     fill_bins(plan, units, budget)
     return plan, units
 

@@ -156,9 +156,9 @@ LONG = {"reward_mean": -0.12346, "length_mean": 2413.0, "failed": 12}
         (
             dict.fromkeys(["a_long_name", "bob", "carol", "dave"], LONG),
             {"entropy_nats": 0.23456, "ref_kl_nats": 0.12346},
-            TIMES | {"time/sync_s": 0.125, "time/places_s": 0.125},
+            TIMES | {"time/sync_s": 0.125, "time/rank_groups_s": 0.125},
             [
-                "2.00 s (generate 0.50, learn 1.50, sync 0.12, places 0.12)  ETA 0:01:00",
+                "2.00 s (generate 0.50, learn 1.50, sync 0.12, rank_groups 0.12)  ETA 0:01:00",
                 *(
                     f"  {name}  reward -0.1235  tokens 2413  entropy 0.2346  kl 0.1235  failed 12"
                     for name in ("a_long_name", "bob        ", "carol      ", "dave       ")

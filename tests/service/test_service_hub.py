@@ -122,7 +122,7 @@ def test_a_start_given_up_when_granted_gives_its_room_on():
         hub.tell()
         first.cancel()
         await happens(lambda: link.waiting, "the second start is asked of the worker")
-        observed = len(link.waiting), [link.started["e"], link.room("e")]
+        observed = len(link.waiting), [link.started["e"], link.free_slots("e")]
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
         return observed

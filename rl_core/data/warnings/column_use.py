@@ -142,11 +142,11 @@ def more_remarks(
         image_remarks,
         long_columns,
         lost_columns,
-        roots,
+        renamed_columns,
     )
 
     config = use.config
-    used = row.read.keys() | row.made | use.of_hooks | roots(row, config.data.columns)
+    used = row.read.keys() | row.made | use.of_hooks | renamed_columns(row, config.data.columns)
     lost = lost_columns(config, row, messages, used)
     use.lost.update(lost)
     use.nested.update(name for name in lost if not isinstance(dict.get(row, name), str))

@@ -94,7 +94,7 @@ def name_columns(
         takes_all = any(hook.takes_all for hook in env.hooks.values())
         prompts = list(read)
         labels = [name for name in filled if name in of_hooks or (takes_all and name not in read)]
-    used = {*prompts, *labels} | roots(row | dict.fromkeys(hidden), columns)
+    used = {*prompts, *labels} | renamed_columns(row | dict.fromkeys(hidden), columns)
     return NamedColumns(
         prompt=[shown.get(name, name) for name in prompts],
         label=[shown.get(name, name) for name in labels],
@@ -102,7 +102,7 @@ def name_columns(
     )
 
 
-def roots(row: Row, columns: dict[str, str]) -> set[str]:
+def renamed_columns(row: Row, columns: dict[str, str]) -> set[str]:
     """The columns of a row that are read by another name, as a whole or by a path."""
     paths = columns.values()
     return {name for name in row if any(f"{path}.".startswith(f"{name}.") for path in paths)}

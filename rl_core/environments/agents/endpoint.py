@@ -523,8 +523,8 @@ async def say_nothing(http: web.Request) -> web.Response:
 def describe(name: str) -> JSONObject:
     """A model, with the fields of both OpenAI's and Anthropic's clients."""
     model = {"id": name, "object": "model", "created": 0, "owned_by": "rl_core"}
-    begun = "1970-01-01T00:00:00Z"
-    return model | {"type": "model", "display_name": name, "created_at": begun}
+    epoch = "1970-01-01T00:00:00Z"
+    return model | {"type": "model", "display_name": name, "created_at": epoch}
 
 
 def reachable(host: str) -> str:

@@ -76,15 +76,15 @@ def last_lines(text: str, max_chars: int) -> str:
     before them. A line that does not fit keeps its beginning and end."""
     text = TRACEBACK.sub(r"\g<frame>: \g<error>", text)
     kept: list[str] = []
-    room = max_chars
+    num_left = max_chars
     for line in reversed(text.splitlines()):
         line = " ".join(line.split())
-        if len(line) > room:
-            half = room // 2
+        if len(line) > num_left:
+            half = num_left // 2
             kept += [f"{line[:half]} [...] {line[-half:]}"] if half > 100 or not kept else []
             break
         kept += [line] if line else []
-        room -= len(line) + 1
+        num_left -= len(line) + 1
     raised = RAISED.findall(text)
     if raised and not any(line.startswith(raised[-1][:100]) for line in kept):
         kept.append(f"{raised[-1][:max_chars]} [...]")

@@ -224,9 +224,9 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
 def events(
     reply: Reply, request: Request, response: JSONObject
 ) -> Iterator[tuple[str, JSONObject]]:
-    begun = {"response": header(reply, request)}
-    yield "response.created", begun
-    yield "response.in_progress", begun
+    opening = {"response": header(reply, request)}
+    yield "response.created", opening
+    yield "response.in_progress", opening
     for index, item in enumerate(response["output"]):
         position = {"output_index": index, "item_id": item["id"]}
         opened = item | {"status": "in_progress"}

@@ -103,9 +103,9 @@ class PendingCalls:
         self.num_asks = self.num_conversations = 0
         for one in from_json(cast, list, "cast"):
             try:
-                drawn = {"max_tokens": 0} | one.pop("params", {})
+                fields = {"max_tokens": 0} | one.pop("params", {})
                 params = SamplingParams(
-                    **{k: tuple(v) if isinstance(v, list) else v for k, v in drawn.items()}
+                    **{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
                 )
                 actor = RemoteActor(
                     pending_calls=self,

@@ -457,13 +457,13 @@ def parse(url: str) -> TaskServer:
     )
     for split in ("train", "eval"):
         if split in settings:
-            server.ranges[split] = places(settings[split], f"{plain_url}: {split}")
+            server.ranges[split] = index_range(settings[split], f"{plain_url}: {split}")
     if "timeout_s" in settings:
         server.timeout_s = positive(settings["timeout_s"], f"{plain_url}: timeout_s")
     return server
 
 
-def places(text: str, label: str) -> range:
+def index_range(text: str, label: str) -> range:
     first, _, last = text.partition("-")
     if not first.isdecimal() or not last.isdecimal() or int(last) < int(first):
         raise ValueError(f"{label}={text} must be the first and last sample, such as 0-199")

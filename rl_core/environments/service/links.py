@@ -35,7 +35,7 @@ class WorkerLink:
         self.loads = {load.env: load for load in beat.loads}
         self.started: Counter[str] = Counter()  # Environment -> starts since this heartbeat.
 
-    def room(self, env: str) -> int:
+    def free_slots(self, env: str) -> int:
         """Number of further sessions that the worker can take."""
         load = self.loads.get(env)
         return (

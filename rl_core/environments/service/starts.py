@@ -58,7 +58,7 @@ class SessionStarts:
                 return reply
             if reply is not None:  # The worker is full.
                 self.worker_of.pop(key, None)
-                link.started[env] += max(0, link.room(env))  # No room until the next heartbeat.
+                link.started[env] += max(0, link.free_slots(env))  # Full until a heartbeat.
             is_first = True
             num_lost = num_lost + (reply is None)
         raise ServiceError(
@@ -81,10 +81,10 @@ class SessionStarts:
         """Reserves room for one session on a worker. Returns None without a worker with room."""
         if not is_next and self.queues.get(env):
             return None
-        links = [link for link in self.links.values() if link.room(env) > 0]
+        links = [link for link in self.links.values() if link.free_slots(env) > 0]
         if not links:
             return None
-        link = max(links, key=lambda link: link.room(env))
+        link = max(links, key=lambda link: link.free_slots(env))
         link.started[env] += 1
         return link
 

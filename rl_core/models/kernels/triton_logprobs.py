@@ -125,7 +125,7 @@ def stats_kernel(
 def gradients_kernel(
     h_ptr,
     w_ptr,
-    places_ptr,
+    labels_ptr,
     lse_ptr,
     entropy_ptr,
     grad_logprobs_ptr,
@@ -162,12 +162,12 @@ def gradients_kernel(
         z = logits_tile(
             h_ptr, w_ptr, tokens, ids, num_tokens, num_ids, scale, D, TOKENS, IDS, WIDTH
         )
-    places = tl.load(places_ptr + tokens, mask=in_range, other=-1)
+    labels = tl.load(labels_ptr + tokens, mask=in_range, other=-1)
     lse = tl.load(lse_ptr + tokens, mask=in_range, other=0.0)
     grad = tl.load(grad_logprobs_ptr + tokens, mask=in_range, other=0.0)[:, None]
     logp = z - lse[:, None]
     p = tl.exp(logp)
-    out = grad * (tl.where(ids[None, :] == places[:, None], 1.0, 0.0) - p)
+    out = grad * (tl.where(ids[None, :] == labels[:, None], 1.0, 0.0) - p)
     if HAS_ENTROPY:
         entropy = tl.load(entropy_ptr + tokens, mask=in_range, other=0.0)[:, None]
         grad = tl.load(grad_entropy_ptr + tokens, mask=in_range, other=0.0)[:, None]

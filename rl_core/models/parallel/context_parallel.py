@@ -163,7 +163,7 @@ class FromShards(torch.autograd.Function):
         gathered = [torch.empty_like(padded) for _ in shard.counts]
         dist.all_gather(gathered, padded, group=group)
         shards = [values[:, :n] for values, n in zip(gathered, shard.counts, strict=True)]
-        return torch.cat(shards, 1)[:, shard.places]
+        return torch.cat(shards, 1)[:, shard.gathered]
 
     @staticmethod
     def backward(ctx, grad):

@@ -69,9 +69,9 @@ def before_and_after(rows: Sequence[Row]) -> list[str]:
 def failed_note(curves: Mapping[str, Sequence[float]], name: str) -> str:
     """A note if episodes of the first or the last evaluation failed, since the scores then cover
     different tasks. "" for other metrics."""
-    room, _, score = name.rpartition("/")
+    prefix, _, score = name.rpartition("/")
     label = "greedy" if score.startswith("greedy") else "sampled"
-    failed = curves.get(f"{room}/{label}_failed", (0.0,))
+    failed = curves.get(f"{prefix}/{label}_failed", (0.0,))
     if not failed[0] and not failed[-1]:
         return ""
     return f" (without {failed[0]:g} and {failed[-1]:g} failed episodes)"

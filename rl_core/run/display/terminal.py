@@ -300,7 +300,7 @@ def progress_line(
     Several actors follow, one a line. The phases are left out if they do not fit in WIDTH.
     """
     phases = []
-    for phase in ("generate", "rows", "learn", "sync", "places"):
+    for phase in ("generate", "rows", "learn", "sync", "rank_groups"):
         seconds = metrics.get(f"time/{phase}_s", 0.0)
         if seconds >= 0.005:
             phases.append(f"{phase} {seconds:.2f}")

@@ -46,7 +46,7 @@ class EpisodeMetrics(Plugin):
             tokens = sum(metrics[name].value for name in names if name in metrics)
             if tokens:
                 # Learners on separate ranks may still learn when those here are done.
-                phases = (f"time/{phase}_s", "time/places_s")[: 1 + (phase == "learn")]
+                phases = (f"time/{phase}_s", "time/rank_groups_s")[: 1 + (phase == "learn")]
                 seconds = sum(metrics[name].value for name in phases if name in metrics)
                 speed = Sum(tokens / seconds)
                 trainer.add_metrics("time/", {f"{phase}_tokens_per_s": speed})

@@ -78,11 +78,11 @@ def configure_boxes(config: Config) -> None:
 def fitting_turns(config: Config, section: EnvConfig) -> int:
     """Number of turns of a program's episode that fit a microbatch and the models' positions, at
     least 1."""
-    room = config.learner.microbatch_tokens * config.cp
+    budget = config.learner.microbatch_tokens * config.cp
     for name in config.trained:
-        room = min(room, num_positions(config.actors[name].model) or room)
+        budget = min(budget, num_positions(config.actors[name].model) or budget)
     max_tokens = max(config.max_tokens, section.max_tokens or 0)
-    return max(1, (room - config.max_prompt_tokens) // max_tokens)
+    return max(1, (budget - config.max_prompt_tokens) // max_tokens)
 
 
 @contextmanager

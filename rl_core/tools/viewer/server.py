@@ -145,8 +145,8 @@ def search(run: RunFolder, request: web.Request) -> dict:
     deadline, number, hits = time.monotonic() + SLICE_S, int(request.query["first"]), []
     while number < len(run.entries):
         block = run.entries[number : number + 64]
-        places = {id(e): n for n, e in enumerate(block, number)}
-        hits += [places[id(e)] for e in run.search(request.query["q"], block)]
+        numbers = {id(e): n for n, e in enumerate(block, number)}
+        hits += [numbers[id(e)] for e in run.search(request.query["q"], block)]
         number += len(block)
         if time.monotonic() > deadline:
             break

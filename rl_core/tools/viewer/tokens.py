@@ -152,11 +152,11 @@ def tokenizer_of(run: RunFolder, actor: str) -> Tokenizer | None:
 
     owner = run.config.get(f"actors.{actor}.lora_base") or actor
     model = run.config.get(f"actors.{owner}.model") or run.config.get("model") or ""
-    places = [run.path / "hf" / actor, run.path / "best" / actor, Path(model)]
+    folders = [run.path / "hf" / actor, run.path / "best" / actor, Path(model)]
     file = next(
         (
             directory / "tokenizer.json"
-            for directory in places
+            for directory in folders
             if (directory / "tokenizer.json").is_file()
         ),
         None,
