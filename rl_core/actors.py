@@ -13,6 +13,7 @@ import torch
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks, barrier
+from rl_core.engines.engine_weights import Weights
 from rl_core.environments.options import endpoint_opener
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
@@ -23,7 +24,7 @@ from rl_core.models.policy import end_token_ids
 from rl_core.run.options import rank_group_engines
 from rl_core.run.plan.plan import Plan
 from rl_core.sampling.actor import Actor, Speaker
-from rl_core.sampling.engine import STALE_SUFFIX, Engine, Weights
+from rl_core.sampling.engine import STALE_SUFFIX, Engine
 from rl_core.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
             engines |= remote_engines(plan, ranks)
         else:
             engines = plan.engines.make_all(plan.chats, learners, ranks)
-            if plan.engines.takes_turns:
+            if plan.engines.weights.takes_turns:
                 from rl_core.engines.lease import DeviceLease
 
                 lease = DeviceLease()
@@ -154,8 +155,8 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         actors[name] = actor
         actor.speaker = plan.endpoints.get(name)
         if name in engines:
-            actor.engine, actor.adapter = engines[name], plan.engines.adapter_of(name)
-            actor.weights = plan.engines.weights(name, ranks, actor.learner)
+            actor.engine, actor.adapter = engines[name], plan.engines.weights.adapter_of(name)
+            actor.weights = plan.engines.weights.state(name, ranks, actor.learner)
             actor.speaker = make_speaker(
                 config,
                 name,

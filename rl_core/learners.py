@@ -13,12 +13,13 @@ from rl_core.algorithms import Algorithm
 from rl_core.config import Config
 from rl_core.distributed import Ranks
 from rl_core.learning.extensions import build_learner
-from rl_core.learning.learner import Learner, LearnerContext
+from rl_core.learning.learner import Learner
+from rl_core.learning.learner_extension import LearnerContext
 from rl_core.learning.options import OPTIMIZERS, learning_order
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.learning.policies import Adapter, make_policy
 from rl_core.models.loading import compute_dtype
-from rl_core.plugin import CustomComponents
+from rl_core.run.plan.custom_components import CustomComponents
 from rl_core.types import counter_seed
 
 

@@ -3,14 +3,11 @@ calls all plugins in the order of run/options.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from rl_core.metrics import Metric
-    from rl_core.sampling.engine import Engine
     from rl_core.sampling.groups import Group
     from rl_core.trainer import Trainer
     from rl_core.types import JSONObject, TrainingSample, Trajectory
@@ -120,15 +117,3 @@ class Plugin:
 
     def after_run(self) -> None:
         """Called on the rank that writes, after all ranks have closed their process group."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class CustomComponents:
-    """Components of a script: train(config, loss=..., optimizer=..., engine=..., plugins=...).
-    tools/api/custom_components.py checks and makes them."""
-
-    is_script: bool = False  # train() was called, not the command.
-    token_loss: Callable | None = None  # A learner.TokenLoss.
-    make_optimizer: Callable | None = None  # (named parameters, config.optim) -> Optimizer.
-    engine: type[Engine] | None = None
-    plugins: tuple[Callable[[RunState], Plugin], ...] = ()

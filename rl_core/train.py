@@ -59,9 +59,10 @@ def run_command(argv: list[str] | None, at_end: ExitStack) -> int:
         from rl_core.run.plan.engine import num_ranks
         from rl_core.run.plan.plan import make_plan
         from rl_core.run.process.joining import init_ranks
+        from rl_core.run.process.run_to_end import run_to_end
         from rl_core.run.run_folder import keeping_failure, locked
         from rl_core.sandbox.run_flags import end_boxes
-        from rl_core.trainer import Trainer, run_to_end
+        from rl_core.trainer import Trainer
 
         at_end.callback(end_boxes)
         plan = make_plan(config)

@@ -21,34 +21,28 @@ Plugins extend the loop: comments at the calls below name the plugins that act t
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
-import time
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import torch
 
 from rl_core.actors import make_actors
-from rl_core.distributed import Ranks, barrier, explain_timeouts
+from rl_core.data.tasks.cursor import TaskCursor
+from rl_core.distributed import Ranks, barrier
 from rl_core.learners import make_learners
 from rl_core.learning.options import step_samples
-from rl_core.metrics import Max, Mean, Metric, add_metrics
+from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import NoEpisodes
 from rl_core.run.display.report_file import write_report
 from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
+from rl_core.run.phase_timer import PhaseTimer
 from rl_core.run.plan.plan import Plan
 from rl_core.run.run_folder import RunLog
 from rl_core.sampling.actor import Speaker
-from rl_core.sampling.groups import Group, make_group
+from rl_core.sampling.groups import Group, training_group
 from rl_core.sampling.options import make_worker
 from rl_core.sampling.rollout import sorted_trajectories
-from rl_core.types import JSONObject, Task, TrainingSample
-
-if TYPE_CHECKING:
-    from rl_core.engines.engine_ranks import EngineRank, RankGroupTrainer
+from rl_core.types import JSONObject, TrainingSample
 
 
 class Trainer:
@@ -59,9 +53,7 @@ class Trainer:
         config = plan.config
         self.plan, self.config, self.ranks = plan, config, ranks
         self.out = config.folder
-        self.began_at = self.phase_began = time.monotonic()
-        self.phase = "start"
-        self.phase_s: dict[str, float] = {}  # Phase -> duration when it last ended.
+        self.phases = PhaseTimer(ranks)
         for endpoint in plan.endpoints.values():
             endpoint.ping()
         self.plugins = make_plugins(self)
@@ -81,9 +73,7 @@ class Trainer:
 
         self.step: int = state["step"]  # Number of completed steps.
         self.first_step = self.step  # Steps completed before this process started.
-        self.position: int = state["position"]  # Position of the next training task in the data.
-        # Earlier positions that an interrupted run left.
-        self.pending: list[int] = state.get("pending", [])
+        self.cursor = TaskCursor(state, plan.num_tasks)
         self.metrics: dict[str, Metric] = {}  # Metrics of the current step.
         self.reduced_flags: dict[str, float] = {}  # Last logged values, equal on all ranks.
         self.ended_by = ""  # Reason to end the run after this step.
@@ -168,7 +158,7 @@ class Trainer:
         """This rank's training samples of the step, by trained actor."""
         plan, step = self.plan, self.step
         if plan.sft_dataset:
-            positions = self.draw_positions(self.config.tasks_per_step)
+            positions = self.cursor.draw(self.config.tasks_per_step)
             samples = plan.sft_dataset.samples_at(plan.train.task, positions, self.ranks)
             return {self.config.trained[0]: samples}
         # WeightRecovery resends weights to engines that lost them; Canary samples fixed prompts.
@@ -201,24 +191,10 @@ class Trainer:
         num_groups = min(num_groups, len(self.worker.pending))
         return await self.worker.collect(num_groups, self.step - self.config.max_staleness)
 
-    def draw_positions(self, num: int) -> list[int]:
-        """Positions of the next `num` tasks in the data, or of fewer at the end of --num_epochs.
-        Tasks that an interrupted run left come first."""
-        left, self.pending = self.pending[:num], self.pending[num:]
-        first, most = self.position, self.plan.num_tasks
-        num -= len(left)
-        self.position += num if most is None else max(0, min(num, most - first))
-        return [*left, *range(first, self.position)]
-
     def draw_groups(self, num_groups: int) -> list[Group]:
-        positions = self.draw_positions(num_groups)
-        return [self.make_group(n, self.plan.train.task(n)) for n in positions]
-
-    def make_group(self, position: int, task: Task) -> Group:
-        config = self.config
-        step, number = divmod(position, config.tasks_per_step)
-        fields = {"batch": f"train/{step:06d}", "number": number, "position": position}
-        return make_group(config, task, size=config.group_size, **fields)
+        """Groups of the next tasks in the data."""
+        positions = self.cursor.draw(num_groups)
+        return [training_group(self.config, n, self.plan.train.task(n)) for n in positions]
 
     async def learn(self, name: str, samples: list[TrainingSample]) -> None:
         """Runs one step of a learner. With engines on other ranks, or clients that must be
@@ -247,23 +223,8 @@ class Trainer:
         """Ends the run after this step. Every rank must call it."""
         self.ended_by = reason
 
-    @contextmanager
-    def timed(self, phase: str):
-        began = self.phase_began = time.monotonic()
-        self.phase = phase
-        waiting = explain_timeouts(phase, self.ranks)
-        with waiting, torch.profiler.record_function(phase):
-            yield
-        # The phase "step" contains the others.
-        if self.ranks.device.type == "cuda" and phase != "step":
-            peak = torch.cuda.max_memory_allocated() / 2**30
-            self.add_metrics("memory/", {f"{phase}_gib": Max(peak)})
-            torch.cuda.reset_peak_memory_stats()
-        name = f"time/{phase}_s"
-        # Times of several actors in one step add up.
-        count = 0.0 if name in self.metrics else 1.0
-        self.phase_s[phase] = time.monotonic() - began
-        self.add_metrics("", {name: Mean(self.phase_s[phase], count)})
+    def timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.phases.timed(phase, self.metrics)
 
     def add_metrics(self, prefix: str, metrics: dict[str, Metric]) -> None:
         add_metrics(self.metrics, metrics, prefix=prefix)
@@ -278,14 +239,14 @@ class Trainer:
     def read_data_state(self) -> JSONObject:
         """The position in the data, and positions that were drawn but not trained on."""
         unfinished = [group.position for group in self.worker.pending.values()]
-        return {"position": self.position, "pending": unfinished + self.pending}
+        return self.cursor.state(unfinished)
 
     def end_of_step(self) -> None:
         """Notes the position in the data, for a checkpoint, and the step in which --num_epochs end:
         dynamic sampling draws more tasks than a step has."""
         self.data_state = self.read_data_state()
         if self.plan.num_tasks is not None:
-            left = self.plan.num_tasks - self.position + len(self.data_state["pending"])
+            left = self.plan.num_tasks - self.cursor.position + len(self.data_state["pending"])
             more = math.ceil(max(0, left) / self.config.tasks_per_step)
             self.config = replace(self.config, num_steps=self.step + more)
 
@@ -305,20 +266,3 @@ class Trainer:
         print_summary(self)
         for plugin in self.plugins:
             plugin.after_run()
-
-
-async def run_to_end(rank: Trainer | EngineRank | RankGroupTrainer) -> None:
-    """Runs the steps and closes everything that the run started."""
-    gc.collect()
-    # Rows and modules live as long as the run; looking through them again and again costs tenths of
-    # a second.
-    gc.freeze()
-    heartbeat = rank.ranks.heartbeat
-    try:
-        with heartbeat.watching() if heartbeat else nullcontext():
-            await rank.fit()
-    finally:
-        await rank.close()
-        # Otherwise models would stay in a notebook's memory, and libraries would report leaks at
-        # the end of the process.
-        gc.unfreeze()

@@ -25,9 +25,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rl_core.algorithms import make_algorithm
 from rl_core.config import parse_config
-from rl_core.distributed import Ranks, close_ranks, make_mesh
+from rl_core.distributed import Ranks, close_ranks
 from rl_core.learning.activation_memory import activation_bytes, widths
-from rl_core.learning.learner import Learner, LearnerContext
+from rl_core.learning.learner import Learner
+from rl_core.learning.learner_extension import LearnerContext
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.policies import make_policy, prepare
 from rl_core.learning.sequence_shards import SequenceShards
@@ -36,6 +37,7 @@ from rl_core.models.kernels.gpu_attention import find_kernel
 from rl_core.models.options import choose_logprob_kernel
 from rl_core.models.parallel.context_parallel import RingForward
 from rl_core.models.parallel.fsdp import shard_policy
+from rl_core.models.parallel.replicas import make_mesh
 from rl_core.models.policy import PackedForward, Policy
 from rl_core.run.process.joining import init_ranks
 from rl_core.types import TrainingSample

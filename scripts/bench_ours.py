@@ -16,7 +16,8 @@ from rl_core.config import parse_config
 from rl_core.distributed import close_ranks
 from rl_core.run.plan.plan import make_plan
 from rl_core.run.process.joining import init_ranks
-from rl_core.trainer import Trainer, run_to_end
+from rl_core.run.process.run_to_end import run_to_end
+from rl_core.trainer import Trainer
 
 ENVIRONMENT = """
 from bench_work import reward_of

@@ -147,7 +147,7 @@ def make_items(
 
 
 def item_starts(lengths: list[int], shared: list[int], max_tokens: int, cp: int) -> list[int]:
-    """Indices of samples that share no beginning with the sample before, or would exceed an item."""
+    """Indices of samples that share no beginning with the previous sample, or exceed an item."""
     starts = []
     tokens = 0  # lower bound of the last item's tokens
     for i, (length, num) in enumerate(zip(lengths, shared, strict=True)):

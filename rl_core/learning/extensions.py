@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_core.learning.learner import Learner, LearnerContext, LearnerExtension
+from rl_core.learning.learner import Learner
+from rl_core.learning.learner_extension import LearnerContext, LearnerExtension
 from rl_core.learning.options import pair_loss
 from rl_core.models.loading import compute_dtype
 from rl_core.models.routers import find_routers

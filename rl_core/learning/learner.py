@@ -4,139 +4,35 @@ here."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
-from rl_core.algorithms import Algorithm, kl_estimate, token_losses
-from rl_core.config import Config, OptimConfig
+from rl_core.algorithms import kl_estimate, token_losses
 from rl_core.data.packing import PackBudget
-from rl_core.distributed import Ranks, local
+from rl_core.distributed import local
 from rl_core.learning.minibatches import Minibatch, pair_work, shard_samples
-from rl_core.metrics import Mean, Metric, Percentile, Sum, add_metrics, count_once, reduce_metrics
+from rl_core.metrics import Mean, Percentile, Sum, add_metrics, count_once, reduce_metrics
 from rl_core.models.cpu_offload import HostCopies
-from rl_core.models.policy import Outputs, Policy
+from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 if TYPE_CHECKING:
-    from rl_core.learning.lagged_copy import WeightSnapshot
+    from rl_core.learning.learner_extension import (
+        LearnerContext,
+        LearnerExtension,
+        Loss,
+        Losses,
+        Metrics,
+    )
 
 TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.
 MAX_NONFINITE = 3  # Maximum of skipped updates in a row.
-
-Metrics = dict[str, Metric]
-# (config, batch, logprobs or scores) -> losses of its tokens or pairs, and metrics whose values are
-# still on the device.
-Loss = Callable[[Config, PackedBatch, Tensor], tuple[Tensor, Metrics]]
-# (algorithm, batch, logprobs [M], entropy [M]) -> losses [M], and which ratios were clipped.
-TokenLoss = Callable[[Algorithm, PackedBatch, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-# (batch, result of forward()) -> losses of its tokens or pairs, and metrics.
-Losses = Callable[[PackedBatch, tuple[Tensor, ...]], tuple[Tensor, Metrics]]
-Named = Iterable[tuple[str, nn.Parameter]]
-MakeOptimizer = Callable[[Named, OptimConfig], Optimizer]
-
-
-class LearnerExtension:
-    """Extends a learner by an option: a reference model, a critic, an auxiliary router loss. An
-    extension changes only its own state. All ranks have the same extensions."""
-
-    models: tuple[Policy, ...] = ()  # Frozen models.
-    learners: tuple[Learner, ...] = ()  # Learners of further models.
-    copies: tuple[WeightSnapshot, ...] = ()  # Updated after each step.
-    loss_scale = 1.0  # Multiplies the loss before backward(); after_backward() undoes it.
-
-    def packed(self, batch: PackedBatch, samples: list[TrainingSample]) -> PackedBatch:
-        """Returns the batch, extended by further columns of its samples."""
-        return batch
-
-    def around(self, batch: PackedBatch) -> AbstractContextManager:
-        """A context for a forward of the learner's policy."""
-        return nullcontext()
-
-    def outputs(self, policy: Policy, batch: PackedBatch) -> Outputs | None:
-        """A replacement for policy.outputs() in forwards of this batch, or None."""
-        return None
-
-    def annotate(self, batches: list[PackedBatch]) -> Metrics:
-        """Fills in columns that losses need. Called once for a step, without gradients."""
-        return {}
-
-    def before_update(self, learner: Learner, minibatch: Minibatch, step: float) -> Metrics:
-        return {}
-
-    def loss(
-        self, batch: PackedBatch, minibatch: Minibatch, outputs: tuple[Tensor, ...]
-    ) -> Tensor | float:
-        """Added to the loss of a forward of this batch, which gave `outputs`."""
-        return 0.0
-
-    def after_backward(self, learner: Learner) -> None:
-        """Called with the gradients of all microbatches, before they are clipped."""
-
-    def skipped(self, learner: Learner, loss: float) -> Metrics | None:
-        """Metrics of an update that is skipped because its gradient is not finite, if the
-        extension expects such updates. `loss`: the mean over all ranks."""
-        return None
-
-    def after_update(self) -> Metrics:
-        """Called after each update, unless it was skipped or not applied."""
-        return {}
-
-    def state(self) -> dict[str, float]:
-        """State for a checkpoint."""
-        return {}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """Loads the states of all extensions. Runs with other extensions lack keys."""
-
-    def metrics(self) -> Metrics:
-        """Metrics of the update's forwards. Their values may still be on the device."""
-        return {}
-
-
-@dataclass(kw_only=True)
-class LearnerContext:
-    """Arguments from which a learner and its extensions are made."""
-
-    config: Config  # The learning rate is the one of the actor.
-    algorithm: Algorithm
-    name: str  # The name of the actor.
-    policy: Policy
-    adapter: str = ""  # Name of the trained adapter.
-    ranks: Ranks
-    load: Callable[..., Policy]  # Loads a further model from a folder.
-    make_optimizer: MakeOptimizer
-    learners: Mapping[str, Learner] = field(default_factory=dict)  # By actor, as far as made.
-    token_loss: TokenLoss | None = None  # A script's, instead of the algorithm's.
-
-    @property
-    def model_path(self) -> str:
-        path = self.config.actors[self.name].model
-        assert path
-        return path
-
-    @property
-    def temperature(self) -> float:
-        return self.config.sampling.temperature if self.algorithm.is_rl else 1.0
-
-    def snapshot(self, name: str, every: int = 0, decay: float = 0.0) -> WeightSnapshot:
-        from rl_core.learning.lagged_copy import WeightSnapshot
-
-        return WeightSnapshot(
-            self.policy,
-            self.adapter,
-            name=f"{self.name}_{name}",
-            stride=self.config.actors[self.name].update_every,
-            every=every,
-            decay=decay,
-        )
 
 
 class Learner:
@@ -262,8 +158,13 @@ class Learner:
         count = 1 / len(minibatch.batches) / self.ranks.mesh.dp
         scale = math.prod(extension.loss_scale for extension in self.extensions)
         for number, batch in enumerate(minibatch.batches, 1):
-            self.reduce_gradients(number == len(minibatch.batches))
-            if self.policy.vision is not None and number < len(minibatch.batches):
+            is_last = number == len(minibatch.batches)
+            if isinstance(self.policy, FSDPModule):
+                from rl_core.models.parallel.fsdp import defer_reduction
+
+                is_offloaded = self.config.learner.offload == "always"
+                defer_reduction(self.policy, self.ranks.mesh, is_last, is_offloaded)
+            if self.policy.vision is not None and not is_last:
                 self.policy.vision.prefetch(minibatch.batches[number])
             outputs = self.forward(batch)
             losses, metrics = losses_of(batch, outputs)
@@ -294,17 +195,6 @@ class Learner:
         of the same policy."""
         for _, parameter in self.trained_parameters():
             parameter.grad = None
-
-    def reduce_gradients(self, is_last: bool) -> None:
-        """Defers the reduction over replicas, and the copies of a rank with all weights, to the
-        last microbatch of a minibatch. Sharded gradients are reduced with each microbatch:
-        otherwise every rank would hold unsharded ones."""
-        if not isinstance(self.policy, FSDPModule):
-            return
-        if self.ranks.mesh.dp_replicate > 1:
-            self.policy.set_requires_all_reduce(is_last)
-        if self.ranks.mesh.num_shards == 1 and self.config.learner.offload != "always":
-            self.policy.set_requires_gradient_sync(is_last)
 
     def skip(self, metrics: Metrics, grad_norm: float, step: float) -> Metrics:
         """Counts a skipped update. Raises RunError on all ranks after more than MAX_NONFINITE

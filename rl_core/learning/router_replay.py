@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.config import Config
-from rl_core.learning.learner import LearnerExtension
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.models.routers import find_routers
 from rl_core.types import PackedBatch, TrainingSample
 

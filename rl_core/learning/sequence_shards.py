@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import LearnerExtension
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.learning.minibatches import to_device
 from rl_core.types import PackedBatch, SequenceShard, TrainingSample
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from rl_core.learning.learner import LearnerExtension
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.models.kernels.torch_logprobs import sum_dtype
 from rl_core.types import PackedBatch, TrainingSample
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from rl_core.data.episodes import NO_SPREAD
 from rl_core.distributed import Ranks, in_fp64
 from rl_core.learning.advantages import Judged
-from rl_core.learning.learner import LearnerExtension, mean_of
+from rl_core.learning.learner import mean_of
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
 from rl_core.types import PackedBatch
 

@@ -12,13 +12,13 @@ import torch
 from rl_core.data.chat import Chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import all_gather_json
+from rl_core.engines.engine_weights import Weights
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.actor import Actor, revived
 from rl_core.sampling.conversation import SAMPLING_FLAGS
 from rl_core.sampling.deadlines import wait_for_all
-from rl_core.sampling.engine import Weights
 from rl_core.types import (
     Completion,
     InputImage,

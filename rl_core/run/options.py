@@ -49,7 +49,7 @@ BEFORE_SCRIPT: Rows = [
     (lambda c, p, t: p.has_task_weight, "curriculum.Curriculum"),
     (lambda c, p, t: c.data.streaming, "stream_state.StreamState"),
     (
-        lambda c, p, t: c.is_rl and p.engines.may_lack_weights(t.ranks),
+        lambda c, p, t: c.is_rl and p.engines.weights.may_be_lost(t.ranks),
         "weight_recovery.WeightRecovery",
     ),
     *CANARY,

@@ -9,7 +9,7 @@ from rl_core.metrics import Max, Mean
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.run_folder import naming
 from rl_core.run.saving.run_files import write_trajectories
-from rl_core.sampling.groups import Group
+from rl_core.sampling.groups import Group, training_group
 from rl_core.sampling.resumable_rollouts import FILE, Replays, read_groups
 from rl_core.types import JSONObject, Task
 
@@ -28,8 +28,8 @@ class StaleGroups(Plugin):
 
     def load(self, state: JSONObject) -> None:
         trainer = self.trainer
-        trainer.worker.resume_groups(trainer.pending, self.restored)
-        local = {position for position in trainer.pending if trainer.worker.is_own(position)}
+        trainer.worker.resume_groups(trainer.cursor.pending, self.restored)
+        local = {position for position in trainer.cursor.pending if trainer.worker.is_own(position)}
         if local:
             assert trainer.checkpoint is not None
             oldest = trainer.first_step - trainer.config.max_staleness
@@ -42,7 +42,7 @@ class StaleGroups(Plugin):
         task = self.task_of(row) if row else None
         if not row or not task:
             return group
-        group = self.trainer.make_group(group.position, task)
+        group = training_group(self.trainer.config, group.position, task)
         self.replays.restore(group, row)
         return group
 

@@ -47,17 +47,6 @@ class WeightOwner(Enum):
     SERVER = "server"
 
 
-class Weights(Enum):
-    """Owner of an engine's weights, and who resends them to a server that lost them. docs/house.md
-    has the table."""
-
-    SHARED = "the tensors of this rank's learner"
-    COPIED = "a copy in this process"
-    RESENT = "a server; this rank's learner resends them"
-    AWAITED = "a server; all ranks resend them together"
-    KEPT = "a server, which keeps a copy on the host"
-
-
 class Engine:
     """Samples tokens. Knows nothing of messages, rewards or learning.
 

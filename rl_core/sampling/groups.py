@@ -47,6 +47,13 @@ class Group:
         return counter_seed(self.seed, self.batch, self.number, *parts)
 
 
+def training_group(config: Config, position: int, task: Task) -> Group:
+    """The group of a position in the order of the data."""
+    step, number = divmod(position, config.tasks_per_step)
+    fields = {"batch": f"train/{step:06d}", "number": number, "position": position}
+    return make_group(config, task, size=config.group_size, **fields)
+
+
 def make_group(
     config: Config, task: Task, sampling: JSONObject | None = None, **fields: JSON
 ) -> Group:

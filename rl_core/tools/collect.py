@@ -51,6 +51,7 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
     """Plays the tasks that OUT/rollouts lacks. Raises ValueError if those there were played with
     other flags, weights, environments or rows."""
     from rl_core.data.episodes import by_episode, episode_rewards, succeeded
+    from rl_core.data.tasks.sources import train_tasks
     from rl_core.environments.run_checks import check_boxes
     from rl_core.run.evaluation.played_by import (
         PlayedBy,
@@ -59,7 +60,6 @@ async def collect(config: Config, model: str, num_tasks: int, min_reward: float 
         hash_of_rows,
     )
     from rl_core.run.plan.environments import load_envs
-    from rl_core.run.plan.plan import train_tasks
     from rl_core.run.run_folder import locked
     from rl_core.run.saving.run_files import keep_config, write_tokenizers, write_trajectories
 

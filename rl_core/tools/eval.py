@@ -120,10 +120,10 @@ async def evaluate(
     """Fills `found` with scores of one model by environment, and by actor if it is several. With a
     folder an environment in which too many episodes fail does not end the others: RunError comes
     after them."""
+    from rl_core.data.tasks.sources import eval_tasks
     from rl_core.environments.run_checks import check_boxes
     from rl_core.run.evaluation.played_by import facts_of_actors, facts_of_env, hash_of_rows
     from rl_core.run.plan.environments import load_envs
-    from rl_core.run.plan.plan import eval_tasks
     from rl_core.types import RunError
 
     config, envs = load_envs(config)

@@ -182,7 +182,7 @@ async def player(
     from rl_core.data.tasks.row_lengths import check_lengths
     from rl_core.engines.factory import EngineFactory
     from rl_core.engines.lease import DeviceLease
-    from rl_core.run.plan.plan import make_chats
+    from rl_core.run.plan.model_checks import make_chats
     from rl_core.run.process.joining import init_ranks
     from rl_core.sampling.episode_runner import EpisodeRunner
     from rl_core.sampling.rollout import RolloutWorker
@@ -196,10 +196,10 @@ async def player(
     maker = EngineFactory(config)
     engines = maker.make_all(chats, {}, ranks)
     made = [engine for engine in dict.fromkeys(engines.values()) if engine is not None]
-    lease = DeviceLease() if maker.takes_turns else None
+    lease = DeviceLease() if maker.weights.takes_turns else None
     speakers: dict[str, Speaker] = {**endpoints}
     for name, chat in chats.items():
-        adapter = maker.adapter_of(name)
+        adapter = maker.weights.adapter_of(name)
         speakers[name] = make_speaker(config, name, chat, lease, engines[name], adapter)
     actors = {name: speakers[name] for name in config.actors}
     group_player = EpisodeRunner(envs, actors, config.rollout)

@@ -209,7 +209,7 @@ async def rescore(
     out -> reason)."""
     from rl_core.data.episodes import grouped
     from rl_core.data.tables import read_episodes
-    from rl_core.run.plan.plan import eval_tasks, train_tasks
+    from rl_core.data.tasks.sources import eval_tasks, train_tasks
     from rl_core.tools.replay import RESCORED, trajectory_of
     from rl_core.tools.stored_episodes import Rescorer
 

@@ -148,10 +148,9 @@ def check_sampler(config: Config) -> None:
 
 
 def make_lora(args: argparse.Namespace, config: Config) -> MultiLora:
-    from rl_core.distributed import make_mesh
     from rl_core.learners import is_sharded, make_learners
     from rl_core.models.loading import load_model_config, max_positions
-    from rl_core.models.parallel.replicas import num_replicas
+    from rl_core.models.parallel.replicas import make_mesh, num_replicas
     from rl_core.run.plan.engine import num_ranks
     from rl_core.run.process.joining import init_ranks
     from rl_core.tinker.multi_lora import MultiLora

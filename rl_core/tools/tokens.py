@@ -34,8 +34,8 @@ def main(argv: list[str]) -> int:
     if options.rows < 1:
         raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
     say_loading("the tokenizer")
+    from rl_core.data.tasks.sources import train_tasks
     from rl_core.data.warnings.data_warnings import NUM_ROWS
-    from rl_core.run.plan.plan import train_tasks
     from rl_core.scratch import scratch_prefix
 
     num_refused = 0
@@ -83,7 +83,7 @@ class RowReports:
         from rl_core.data.tasks.sft_dataset import SFTDataset
         from rl_core.run.display.terminal import quiet
         from rl_core.run.plan.environments import load_envs
-        from rl_core.run.plan.plan import make_chats
+        from rl_core.run.plan.model_checks import make_chats
 
         quiet()
         (folder / NO_ENV).write_text(REWARD)

@@ -35,7 +35,7 @@ from rl_core.engines.sglang import SGLangEngine
 from rl_core.engines.vllm import VLLMEngine
 from rl_core.metrics import Sum
 from rl_core.run.plan.engine import choose_engine
-from rl_core.run.plan.plan import make_chats
+from rl_core.run.plan.model_checks import make_chats
 from rl_core.sampling.engine import (
     RESENT_BY_RANKS,
     STALE_SUFFIX,

@@ -320,7 +320,7 @@ def test_which_actors_send_their_adapter_to_sglang(tiny_model, tmp_path):
     def adapter(*changes, model=tiny_model, name="policy") -> str:
         config = parse_config(words("--model", model, "--env_path x.py --out x", *changes))
         config = replace(config, engine=config.engine.replace("auto", "sglang"))
-        return EngineFactory(config).adapter_of(name)
+        return EngineFactory(config).weights.adapter_of(name)
 
     lora = "--actors.policy.lora.rank 4"
     assert adapter(lora) == "policy"

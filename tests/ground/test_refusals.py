@@ -21,9 +21,9 @@ from rl_core.environments.agents.harbor_tasks import task_rows
 from rl_core.environments.env_file import load_env
 from rl_core.errors import keep_ends
 from rl_core.learning.options import OPTIMIZERS
+from rl_core.run.plan.algorithm_choice import choose_algorithm
 from rl_core.run.plan.engine import choose_engine
 from rl_core.run.plan.option_rules import check_options
-from rl_core.run.plan.plan import choose_algorithm
 from rl_core.tools.help import help_page, print_help
 from rl_core.train import main
 

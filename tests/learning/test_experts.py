@@ -32,8 +32,8 @@ from rl_core.models.parallel.fsdp import local_slices
 from rl_core.models.policy import without_dropout
 from rl_core.models.routers import find_routers
 from rl_core.run.display.mfu import mfu, peak_flops
+from rl_core.run.plan.model_checks import make_chats
 from rl_core.run.plan.option_rules import check_options
-from rl_core.run.plan.plan import make_chats
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.tools.memory_estimate import model_size
 from rl_core.tools.tiny_model import character_tokenizer

@@ -14,7 +14,8 @@ from test_learner import FLAGS, gradients, make_learner, ragged_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
-from rl_core.learning.learner import Learner, LearnerContext
+from rl_core.learning.learner import Learner
+from rl_core.learning.learner_extension import LearnerContext
 from rl_core.learning.lora import adapter_parameters
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.policies import make_policy

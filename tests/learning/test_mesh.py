@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import LoraConfig, parse_config
-from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, make_mesh, on_mesh
+from rl_core.distributed import Mesh, Ranks, all_gather_json, barrier, local, on_mesh
 from rl_core.learning.gradient_averaging import average_gradients
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.learning.policies import make_policy
@@ -42,7 +42,7 @@ from rl_core.models.device import check_device, device_of_rank
 from rl_core.models.parallel import replicas
 from rl_core.models.parallel.expert_parallel import check_expert_parallel, ep_plan
 from rl_core.models.parallel.fsdp import local_slices
-from rl_core.models.parallel.replicas import mesh_of_flags, num_replicas
+from rl_core.models.parallel.replicas import make_mesh, mesh_of_flags, num_replicas
 from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, split_logprobs, tp_plan
 from rl_core.run.plan.model_options import check_model_options, read_other
 from rl_core.run.plan.plan import plan_learning

@@ -8,8 +8,8 @@ import pytest
 from kit import words
 
 from rl_core.config import parse_config
+from rl_core.run.plan.algorithm_choice import choose_algorithm
 from rl_core.run.plan.option_rules import check_options
-from rl_core.run.plan.plan import choose_algorithm
 
 JSD = "--algo.teacher_loss jsd"
 JOINED = "--engine embedded --learner.logprob_microbatch_tokens"

@@ -18,7 +18,7 @@ from rl_core.config import parse_config
 from rl_core.data.samples import samples_from_turns
 from rl_core.engines.factory import EngineFactory
 from rl_core.engines.router_recorder import Recorder
-from rl_core.run.plan.plan import make_chats
+from rl_core.run.plan.model_checks import make_chats
 from rl_core.run.process.joining import init_ranks
 from rl_core.types import SamplingParams
 

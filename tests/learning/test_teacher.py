@@ -15,8 +15,8 @@ from rl_core.environments.env_file import load_env
 from rl_core.learners import make_learners
 from rl_core.learning.teachers.build_teacher import check_teachers
 from rl_core.run.display.warnings import compares_groups
+from rl_core.run.plan.algorithm_choice import choose_algorithm
 from rl_core.run.plan.model_checks import checked_chat
-from rl_core.run.plan.plan import choose_algorithm
 from rl_core.run.process.joining import init_ranks
 from rl_core.tools.replay import replay
 

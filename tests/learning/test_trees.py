@@ -15,7 +15,7 @@ from rl_core.data import packing
 from rl_core.data.packing import (
     MinibatchPlan,
     PackBudget,
-    Unit,
+    PackItem,
     fill_bins,
     group_totals,
     make_items,
@@ -172,7 +172,7 @@ def test_every_path_of_a_random_tree_is_its_sample(seed):
 
 def plan_of(
     of_ranks: list[list[TrainingSample]], budget: PackBudget, skips: bool = False
-) -> tuple[MinibatchPlan, list[list[Unit]]]:
+) -> tuple[MinibatchPlan, list[list[PackItem]]]:
     """The plan of one minibatch of these ranks' samples, and the units of each."""
     [plan] = split_groups([group_totals(samples, skips) for samples in of_ranks], 1)
     units = []
@@ -193,7 +193,7 @@ def test_what_a_unit_saves_is_what_neighbours_have_in_common():
     plan, [units] = plan_of([[*samples, other]], PackBudget(max_tokens=1000, pair_work=1.0))
     tokens = len(pack_samples(samples).input_ids)
     assert tokens == 49 + 49 + 29 - 40 - 20
-    assert units[0] == Unit(0, 0, 0, 3, tokens, 49**2 + 49**2 + 29**2 - 40**2 - 20**2)
+    assert units[0] == PackItem(0, 0, 0, 3, tokens, 49**2 + 49**2 + 29**2 - 40**2 - 20**2)
     assert plan.bin_work == [sum(u.num_tokens + u.num_scores / 2 for u in units)]
     _, [units] = plan_of([[*samples, other]], PackBudget(max_tokens=1000, cp=2))
     assert [unit.num_tokens for unit in units] == [52, 52, 32, 200]

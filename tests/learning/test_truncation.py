@@ -29,8 +29,8 @@ from rl_core.engines.sglang import SGLangEngine
 from rl_core.learning import truncation
 from rl_core.learning.padded_forward import FullLogitsForward, PaddedForward
 from rl_core.learning.truncation import support_labels, support_logprobs
+from rl_core.run.plan.algorithm_choice import choose_algorithm
 from rl_core.run.plan.engine import choose_engine
-from rl_core.run.plan.plan import choose_algorithm
 from rl_core.sampling.groups import make_group
 from rl_core.sampling.resumable_rollouts import read_groups
 from rl_core.types import SamplingParams, Task, Turn

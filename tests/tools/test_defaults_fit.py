@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from rl_core.config import parse_config
 from rl_core.run.plan.environments import load_envs, naming_turns
-from rl_core.run.plan.plan import make_chats
+from rl_core.run.plan.model_checks import make_chats
 from rl_core.tools.envs import main
 
 AGENT = """

@@ -15,7 +15,8 @@ from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.lagged_copy import WeightSnapshot
-from rl_core.learning.learner import Learner, LearnerExtension, mean_of
+from rl_core.learning.learner import Learner, mean_of
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.teachers.divergence import (
     Factors,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -31,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from rl_core.distributed import Ranks
+from rl_core.distributed import Mesh, Ranks
 from rl_core.models.loading import kept_in_fp32, load_hf_model
 from rl_core.models.policy import Policy, blocks_of, tower_blocks
 
@@ -72,6 +73,16 @@ def shard_policy(
         fully_shard(block, mp_policy=precision, **kwargs)
     root = dataclasses.replace(precision, output_dtype=torch.float32)
     fully_shard(policy, mp_policy=root, **kwargs)
+
+
+def defer_reduction(policy: FSDPModule, mesh: Mesh, is_last: bool, is_offloaded: bool) -> None:
+    """Defers the reduction over replicas, and the copies of a rank with all weights, to the last
+    microbatch of a minibatch. Sharded gradients are reduced with each microbatch: otherwise every
+    rank would hold unsharded ones."""
+    if mesh.dp_replicate > 1:
+        policy.set_requires_all_reduce(is_last)
+    if mesh.num_shards == 1 and not is_offloaded:
+        policy.set_requires_gradient_sync(is_last)
 
 
 def load_on_meta(

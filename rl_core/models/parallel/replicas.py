@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from rl_core.config import Config
-from rl_core.distributed import Mesh, make_mesh
+from rl_core.distributed import Mesh
 from rl_core.models.loading import compute_dtype, load_model_config, on_meta
 
 # A replica takes 20 bytes per trained parameter: 2 GB at most, and as much for a critic.
@@ -27,6 +27,37 @@ def mesh_of_flags(
 
     ep = num_expert_ranks(config, mesh.dp_shard * mesh.cp, actors)
     return make_mesh(num_ranks, **sizes, ep=ep)
+
+
+def make_mesh(
+    num_ranks: int,
+    dp_replicate: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    rollout_ranks: int = 0,
+    ep: int = 1,
+) -> Mesh:
+    """The mesh of all ranks that learn; dp_shard takes the ranks that other dimensions leave.
+    Raises ValueError if the other dimensions do not divide the number of ranks, or if `ep` does not
+    divide the ranks of a copy."""
+    num_learners, others = num_ranks - rollout_ranks, dp_replicate * cp * tp
+    if num_learners < 1:
+        raise ValueError(
+            f"--rollout_ranks={rollout_ranks} must leave at least one rank of {num_ranks} to "
+            "learn; raise --nproc_per_node, or lower it"
+        )
+    if num_learners % others:
+        raise ValueError(
+            f"--dp_replicate {dp_replicate} * --cp {cp} * --tp {tp} must divide the {num_learners} "
+            "ranks; lower one"
+        )
+    mesh = Mesh(dp_replicate=dp_replicate, dp_shard=num_learners // others, cp=cp, tp=tp, ep=ep)
+    if mesh.dp_shard * cp % ep:
+        raise ValueError(
+            f"--ep={ep} must divide the {mesh.dp_shard * cp} ranks of one copy of the weights "
+            f"(--dp_replicate {dp_replicate}); lower it"
+        )
+    return mesh
 
 
 def num_replicas(config: Config, num_ranks: int, actors: Iterable[str]) -> int:

@@ -40,14 +40,14 @@ class Panel(Terminal):
         left as of the step before; warnings."""
         trainer, config = self.trainer, self.trainer.config
         total = "" if config.online.on else f"/{config.num_steps}"
-        doing = [f"step {trainer.step}{total}", trainer.phase]
-        if trainer.phase == "generate" and config.is_rl:
+        doing = [f"step {trainer.step}{total}", trainer.phases.name]
+        if trainer.phases.name == "generate" and config.is_rl:
             # If the store's rank has ended, the run notices that elsewhere.
             with suppress(RuntimeError):
                 done, num_groups, more = self.groups_of_step()
                 groups = f"{done}/{num_groups} groups{more}"
                 doing.append(self.own_progress() or groups)
-        doing.append(f"{time.monotonic() - trainer.phase_began:.0f} s")
+        doing.append(f"{time.monotonic() - trainer.phases.began:.0f} s")
         above, facts = results(self.metrics, config.trained, config.is_rl), []
         if len(above) == 1:
             above, facts = [], above

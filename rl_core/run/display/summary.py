@@ -26,7 +26,7 @@ MOST_STEPS = 10  # Most steps to average for metrics of training, whose tasks di
 def print_summary(trainer: RunState) -> None:
     """Prints the lines. The run's files are complete."""
     config, say, done = trainer.config, trainer.log.say, trainer.step
-    duration = timedelta(seconds=int(time.monotonic() - trainer.began_at))
+    duration = timedelta(seconds=int(time.monotonic() - trainer.phases.run_began))
     reason = "done" if done >= config.num_steps and not trainer.signal else trainer.ended_by
     since = f" (from step {trainer.first_step})" if trainer.first_step else ""
     say(f"{reason}: step {done} of {config.num_steps} in {duration}{since}")

@@ -92,8 +92,8 @@ class Terminal(Plugin):
         trainer, last = self.trainer, ""
         while True:
             await asyncio.sleep(PROGRESS_S)
-            is_long = time.monotonic() - trainer.phase_began >= PROGRESS_S
-            if is_long and trainer.config.is_rl and trainer.phase in ("generate", "eval"):
+            is_long = time.monotonic() - trainer.phases.began >= PROGRESS_S
+            if is_long and trainer.config.is_rl and trainer.phases.name in ("generate", "eval"):
                 line = self.rollout_progress()
                 if line != last or not trainer.config.online.on:
                     self.show(line)
@@ -105,7 +105,7 @@ class Terminal(Plugin):
     def rollout_progress(self) -> str:
         """step 3: 32 of 64 episodes; eval/000030/greedy: 12 of 64 tasks"""
         trainer, worker = self.trainer, self.trainer.worker
-        if trainer.phase == "eval":
+        if trainer.phases.name == "eval":
             played = []
             for label in sorted({label for label, _ in worker.pending if label}):
                 num_done, num_groups = worker.progress(label)
@@ -138,7 +138,7 @@ class Terminal(Plugin):
         config, now = self.trainer.config, time.monotonic()
         self.metrics = metrics
         self.step_s.append(metrics["time/step_s"])
-        self.left = time_left(step, config, fmean(self.step_s), self.trainer.phase_s)
+        self.left = time_left(step, config, fmean(self.step_s), self.trainer.phases.durations_s)
         if now > self.said_at + 1 or step == config.num_steps:
             self.said_at = now
             actors, is_rl = config.trained, config.is_rl

@@ -6,7 +6,7 @@ from rl_core.config import Config
 from rl_core.config.algorithm import SELF, is_url
 from rl_core.data.vision_models import load_family
 from rl_core.engines.options import engine_classes
-from rl_core.plugin import CustomComponents
+from rl_core.run.plan.custom_components import CustomComponents
 from rl_core.types import InputImage
 
 

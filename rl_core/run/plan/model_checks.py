@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rl_core.config import ActorConfig, AlgoConfig, Config, CriticConfig
 from rl_core.data.chat import Chat, ToolReader, load_chat
 from rl_core.run.plan.model_configs import check_kernels, check_positions, read_config
+
+if TYPE_CHECKING:
+    from rl_core.engines.api import ApiActor
+    from rl_core.run.plan.custom_components import CustomComponents
+
+
+def make_chats(
+    config: Config, custom: CustomComponents | None = None
+) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
+    """(the chat of each actor that has a model here, the endpoint of each other actor)."""
+    chats, endpoints = {}, {}
+    for name, actor in config.actors.items():
+        if actor.api:
+            from rl_core.engines.api import make_api_actor
+
+            endpoints[name] = make_api_actor(config, name)
+        else:
+            chat = chats[name] = checked_chat(config, name)
+            if isinstance(chat.vision, str):
+                reason = chat.vision
+            else:
+                from rl_core.run.plan.image_checks import why_no_images
+
+                reason = why_no_images(config, name, custom)
+            if reason:
+                chat.vision = f"actor {name} takes none: {reason}"
+    return chats, endpoints
 
 
 def checked_chat(config: Config, name: str) -> Chat:

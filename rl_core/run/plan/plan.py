@@ -13,26 +13,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from rl_core.algorithms import ADVANTAGES, Algorithm, make_algorithm
-from rl_core.config import Config, CriticConfig, SamplingConfig
-from rl_core.config.rules import check_algorithm
+from rl_core.algorithms import Algorithm
+from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.task_rows import Tasks, TaskSource
 from rl_core.data.tasks.row_lengths import check_run
-from rl_core.data.tasks.sources import (
-    eval_tasks,
-    held_out_tasks,
-    naming_recipes,
-    train_tasks,
-)
+from rl_core.data.tasks.sources import eval_tasks, held_out_tasks, naming_recipes, train_tasks
 from rl_core.distributed import Mesh
 from rl_core.environments import run_checks
 from rl_core.models.parallel.replicas import mesh_of_flags
-from rl_core.plugin import CustomComponents
 from rl_core.run.display.terminal import quiet
+from rl_core.run.plan.algorithm_choice import choose_algorithm
+from rl_core.run.plan.custom_components import CustomComponents
 from rl_core.run.plan.engine import choose_engine, num_ranks, rank_groups_of
 from rl_core.run.plan.environments import load_envs, naming_turns
-from rl_core.run.plan.model_checks import checked_chat
+from rl_core.run.plan.model_checks import make_chats
 from rl_core.run.plan.path_checks import check_folder
 from rl_core.sampling.env import Env
 
@@ -89,7 +84,9 @@ class Plan:
     @property
     def served(self) -> list[str]:
         """Actors of this rank whose adapters engines apply to the model's weights."""
-        return list(filter(self.engines.adapter_of, self.local)) if self.config.is_rl else []
+        return (
+            list(filter(self.engines.weights.adapter_of, self.local)) if self.config.is_rl else []
+        )
 
     @property
     def local_algorithms(self) -> dict[str, Algorithm]:
@@ -176,49 +173,3 @@ def plan_learning(config: Config, envs: dict[str, Env]) -> Plan:
         local=local,
         rank_groups=rank_groups,
     )
-
-
-def choose_algorithm(config: Config, envs: dict[str, Env]) -> Algorithm:
-    """The preset with the parts that were set, and those that advantage_fn and older weights ask
-    for."""
-    algorithm = make_algorithm(config.algorithm, config.algo)
-    has_advantage_fn = bool(envs) and all(env.advantage_fn for env in envs.values())
-    is_open = config.algo.advantage is None and config.is_rl and algorithm.advantage != "zero"
-    if has_advantage_fn and is_open and not algorithm.has_critic:
-        algorithm = replace(algorithm, advantage="custom")
-    needs_group = ADVANTAGES[algorithm.advantage].needs_group
-    if algorithm.baseline == "running" and config.algo.advantage is None and needs_group:
-        algorithm = replace(algorithm, advantage="none")
-    is_default = algorithm == Algorithm() and config.critic == CriticConfig()
-    is_default &= config.sampling == SamplingConfig()
-    if not is_default or config.group_size < 2:
-        check_algorithm(config, algorithm, has_advantage_fn)
-    if (
-        config.max_staleness or config.rollout.stale_policy_frac
-    ) and config.algo.importance_correction is None:
-        # Weights each token by how likely the newer policy makes it.
-        algorithm = replace(algorithm, importance_correction="tis")
-    return algorithm
-
-
-def make_chats(
-    config: Config, custom: CustomComponents | None = None
-) -> tuple[dict[str, Chat], dict[str, ApiActor]]:
-    """(the chat of each actor that has a model here, the endpoint of each other actor)."""
-    chats, endpoints = {}, {}
-    for name, actor in config.actors.items():
-        if actor.api:
-            from rl_core.engines.api import make_api_actor
-
-            endpoints[name] = make_api_actor(config, name)
-        else:
-            chat = chats[name] = checked_chat(config, name)
-            if isinstance(chat.vision, str):
-                reason = chat.vision
-            else:
-                from rl_core.run.plan.image_checks import why_no_images
-
-                reason = why_no_images(config, name, custom)
-            if reason:
-                chat.vision = f"actor {name} takes none: {reason}"
-    return chats, endpoints

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from rl_core.algorithms import PRESETS, Algorithm, sequence_sums
 from rl_core.config import Config, OptimConfig
-from rl_core.learning.learner import Named
-from rl_core.plugin import CustomComponents, Plugin, RunState
+from rl_core.learning.learner_extension import Named
+from rl_core.plugin import Plugin, RunState
+from rl_core.run.plan.custom_components import CustomComponents
 from rl_core.sampling.engine import Engine
 from rl_core.types import PackedBatch, RunError
 
@@ -212,7 +213,7 @@ def custom_loss(
     logprobs: Tensor,
     entropy: Tensor,
 ) -> tuple[Tensor, None]:
-    """A learner.TokenLoss: the losses of a script's function, which is called with the arguments
+    """A TokenLoss: the losses of a script's function, which is called with the arguments
     that it names."""
     old = batch.old_logprobs
     known = {

@@ -266,9 +266,10 @@ def run_here(config: Config, environments: list[Environment], custom: CustomComp
     from rl_core.learners import is_sharded
     from rl_core.run.plan.plan import make_plan
     from rl_core.run.process.joining import init_ranks
+    from rl_core.run.process.run_to_end import run_to_end
     from rl_core.run.run_folder import keeping_failure, locked
     from rl_core.sampling.watchdog import run_hooks
-    from rl_core.trainer import Trainer, run_to_end
+    from rl_core.trainer import Trainer
 
     modules = {env.name: env.module() for env in environments if not env.is_file}
     plan = make_plan(config, modules, custom=custom)
