@@ -40,8 +40,8 @@ from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.agents.chat_completions import read as read_request
 from rl_core.environments.agents.requests import Refusal
+from rl_core.environments.data_hooks import rows_of
 from rl_core.environments.env_file import load_env
-from rl_core.environments.env_hooks import rows_of
 from rl_core.rewards.reward_model import RewardModel
 from rl_core.sampling.episode import read_answer
 from rl_core.sampling.episode_runner import EpisodeRunner

@@ -56,7 +56,7 @@ class Environment:
         """The name in errors."""
         if isinstance(self.source, ModuleType):
             return getattr(self.source, "__file__", None) or self.source.__name__
-        from rl_core.environments.env_file import FUNCTIONS
+        from rl_core.environments.hook_names import FUNCTIONS
 
         if not self.is_functions:
             return str(self.source)
