@@ -1,4 +1,4 @@
-"""Who has the weights of each actor on this rank. docs/house.md has the table of states."""
+"""The owner of each actor's weights on this rank. docs/house.md has the table of states."""
 
 from __future__ import annotations
 

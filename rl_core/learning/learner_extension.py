@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +20,6 @@ from rl_core.types import PackedBatch, TrainingSample
 
 if TYPE_CHECKING:
     from rl_core.learning.lagged_copy import WeightSnapshot
-    from rl_core.learning.learner import Learner
 
 Metrics = dict[str, Metric]
 # (config, batch, logprobs or scores) -> losses of its tokens or pairs, and metrics whose values are
@@ -34,12 +33,24 @@ Named = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named, OptimConfig], Optimizer]
 
 
+class ExtendedLearner(Protocol):
+    """The members of Learner (learning/learner.py, which imports this module) that extensions
+    use."""
+
+    policy: Policy
+    adapter: str
+    ranks: Ranks
+
+    def forward(self, batch: PackedBatch, /) -> tuple[Tensor, ...]: ...
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
 class LearnerExtension:
     """Extends a learner by an option: a reference model, a critic, an auxiliary router loss. An
     extension changes only its own state. All ranks have the same extensions."""
 
     models: tuple[Policy, ...] = ()  # Frozen models.
-    learners: tuple[Learner, ...] = ()  # Learners of further models.
+    learners: tuple[ExtendedLearner, ...] = ()  # Learners of further models.
     copies: tuple[WeightSnapshot, ...] = ()  # Updated after each step.
     loss_scale = 1.0  # Multiplies the loss before backward(); after_backward() undoes it.
 
@@ -59,7 +70,7 @@ class LearnerExtension:
         """Fills in columns that losses need. Called once for a step, without gradients."""
         return {}
 
-    def before_update(self, learner: Learner, minibatch: Minibatch, step: float) -> Metrics:
+    def before_update(self, learner: ExtendedLearner, minibatch: Minibatch, step: float) -> Metrics:
         return {}
 
     def loss(
@@ -68,10 +79,10 @@ class LearnerExtension:
         """Added to the loss of a forward of this batch, which gave `outputs`."""
         return 0.0
 
-    def after_backward(self, learner: Learner) -> None:
+    def after_backward(self, learner: ExtendedLearner) -> None:
         """Called with the gradients of all microbatches, before they are clipped."""
 
-    def skipped(self, learner: Learner, loss: float) -> Metrics | None:
+    def skipped(self, learner: ExtendedLearner, loss: float) -> Metrics | None:
         """Metrics of an update that is skipped because its gradient is not finite, if the
         extension expects such updates. `loss`: the mean over all ranks."""
         return None
@@ -104,7 +115,9 @@ class LearnerContext:
     ranks: Ranks
     load: Callable[..., Policy]  # Loads a further model from a folder.
     make_optimizer: MakeOptimizer
-    learners: Mapping[str, Learner] = field(default_factory=dict)  # By actor, as far as made.
+    learners: Mapping[str, ExtendedLearner] = field(
+        default_factory=dict
+    )  # By actor, as far as made.
     token_loss: TokenLoss | None = None  # A script's, instead of the algorithm's.
 
     @property

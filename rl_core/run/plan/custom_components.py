@@ -1,4 +1,4 @@
-"""The components of a script that a run uses instead of its own."""
+"""Components that a script passes to train()."""
 
 from __future__ import annotations
 
