@@ -11,8 +11,7 @@ import math
 import torch
 
 from rl_core.distributed import local
-from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerExtension, Metrics
+from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension, Metrics
 from rl_core.metrics import Mean, count_once
 
 FIRST_SCALE, GROWTH_UPDATES = 2.0**16, 2_000
@@ -25,11 +24,11 @@ class LossScale(LearnerExtension):
         self.loss_scale = FIRST_SCALE
         self.finite_in_a_row = 0  # Updates since the scale changed.
 
-    def after_backward(self, learner: Learner) -> None:
+    def after_backward(self, learner: ExtendedLearner) -> None:
         grads = [p.grad for _, p in learner.trained_parameters() if p.grad is not None]
         torch._foreach_mul_([local(grad) for grad in grads], 1 / self.loss_scale)
 
-    def skipped(self, learner: Learner, loss: float) -> Metrics | None:
+    def skipped(self, learner: ExtendedLearner, loss: float) -> Metrics | None:
         """Halves the scale if the loss is finite, so that its gradient overflowed. At a scale of 1
         the update counts as any other that is not finite."""
         self.finite_in_a_row = 0

@@ -7,14 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerExtension
+from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension
 
 
 class GradientAveraging(LearnerExtension):
     """Averages the gradients of replicas: every rank holds all weights."""
 
-    def after_backward(self, learner: Learner) -> None:
+    def after_backward(self, learner: ExtendedLearner) -> None:
         if not learner.policy.is_sharded:
             parameters = [parameter for _, parameter in learner.trained_parameters()]
             average_gradients(parameters, learner.ranks.size)

@@ -115,9 +115,8 @@ class LearnerContext:
     ranks: Ranks
     load: Callable[..., Policy]  # Loads a further model from a folder.
     make_optimizer: MakeOptimizer
-    learners: Mapping[str, ExtendedLearner] = field(
-        default_factory=dict
-    )  # By actor, as far as made.
+    # By actor, as far as made.
+    learners: Mapping[str, ExtendedLearner] = field(default_factory=dict)
     token_loss: TokenLoss | None = None  # A script's, instead of the algorithm's.
 
     @property

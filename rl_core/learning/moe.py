@@ -22,8 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerExtension
+from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.models.loading import on_meta
@@ -163,7 +162,7 @@ class Experts(LearnerExtension):
                 self.routers.forced = None
 
     def before_update(
-        self, learner: Learner, minibatch: Minibatch, step: float
+        self, learner: ExtendedLearner, minibatch: Minibatch, step: float
     ) -> dict[str, Metric]:
         """Counts the load of the minibatch, which the loss needs: with several batches by one more
         forward."""

@@ -15,8 +15,8 @@ from rl_core.algorithms import Algorithm, sequence_sums
 from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.lagged_copy import WeightSnapshot
-from rl_core.learning.learner import Learner, mean_of
-from rl_core.learning.learner_extension import LearnerExtension
+from rl_core.learning.learner import mean_of
+from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.teachers.divergence import (
     Factors,
@@ -153,7 +153,7 @@ class ActorTeacher(ModelTeacher):
 
     is_fixed = False
 
-    def __init__(self, learners: Mapping[str, Learner], name: str, temperature: float):
+    def __init__(self, learners: Mapping[str, ExtendedLearner], name: str, temperature: float):
         """`learners`: learners of this rank. The teacher's may be made later."""
         self.learners, self.name, self.temperature = learners, name, temperature
         self.weight_VD = None
