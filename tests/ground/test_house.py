@@ -211,7 +211,7 @@ IDLE += "models.parallel.fsdp engines.rank_groups run.curriculum run.saving.resu
 IDLE += "learning.muon learning.adamw8bit data.tokenizer_facts data.tasks.prompt_hook "
 IDLE += "sampling.group_rewards sampling.turn_views sampling.own_rollout data.row_files "
 IDLE += "learning.sample_exchange run.saving.best_keeper run.plan.model_errors "
-IDLE += "models.kernels.math_attention data.row_openings "
+IDLE += "models.kernels.math_attention data.row_openings environments.hook_refusals "
 IDLE += "data.sft_samples data.preference_pairs data.tool_schemas data.column_names"
 
 
