@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import dis
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import CodeType
-from typing import Any
 
 from rl_core.environments.file_hints import install_command
 from rl_core.sampling.env import ARGUMENTS
@@ -62,7 +61,9 @@ def reads(code: CodeType, name: str) -> bool:
     return any(reads(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
-def check_replaced(has: dict[str, Any], rewards: dict[str, Any], path: str) -> None:
+def check_replaced(
+    has: dict[str, object], rewards: dict[str, tuple[Callable, float, bool]], path: str
+) -> None:
     """Raises ValueError for hooks and settings that an agent or a rollout() replaces."""
     if "box" in has and (not has.get("agent") or callable(has["agent"])):
         raise ValueError(
