@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from kit import LETTERS, STOP, resume_after, run, weights, words
+from kit import LETTERS, words
 
 from rl_core.config import Config, parse_config
 from rl_core.data.tasks.streaming import KEPT_BLOCKS, StreamedTasks, open_stream
@@ -228,28 +227,3 @@ def test_an_array_in_one_json_file_is_no_stream(tmp_path):
     (tmp_path / "rows.json").write_text('[{"prompt": "1"}]')
     with pytest.raises(ValueError, match="one object a line"):
         open_stream(str(tmp_path / "rows.json"), "train")
-
-
-def test_a_resumed_run_has_the_weights_of_one_that_was_not_cut(tmp_path, tiny_model):
-    path = write_shards(tmp_path / "rows", "parquet")
-    (tmp_path / "env.py").write_text(LETTERS)
-    flags = f"--model {tiny_model} --env_path {tmp_path / 'env.py'} --data.train {path} {STOP} "
-    flags += "--data.streaming --data.shuffle_buffer 4 --tasks_per_step 3 --group_size 2 "
-    flags += "--max_tokens 6 --max_prompt_tokens 16 --optim.lr 1e-3 --engine embedded"
-    flags += " --num_steps 10 --save_every 4 --keep_checkpoints 0"
-    out = run(tmp_path / "run", flags)
-    expected = weights(resume_after(out, 4, flags))
-    resumed = weights(out)
-    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
-
-
-def test_sft_of_a_stream_is_the_same_on_two_ranks(tmp_path, tiny_model):
-    rows = [{"prompt": str(n), "completion": str(n * n)} for n in range(17)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"--algorithm sft --model {tiny_model} --data.train {tmp_path / 'rows.jsonl'} "
-    flags += "--data.streaming --data.shuffle_buffer 4 --tasks_per_step 4 --num_steps 6 "
-    flags += "--optim.lr 1e-3"
-    expected = weights(run(tmp_path / "one", flags))
-    result = weights(run(tmp_path / "two", flags, ranks=2))
-    for name, weight in expected.items():
-        torch.testing.assert_close(result[name], weight, rtol=0, atol=1e-5)

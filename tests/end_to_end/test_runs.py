@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit import (
+    LETTERS,
     ROOT,
     STOP,
     metrics,
@@ -56,6 +57,9 @@ RM = DPO.replace("dpo", "rm")
 PPO = f"{RL} --algorithm ppo --critic.lr 1e-2"
 TALK = RL.replace("letters", "ask")  # over several turns
 OLDER = "--rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 3"
+MEAN = f"{RL} --algo.kl_coef 0.1 --algo.reference_decay 0.5"
+SELF = f"{RL} --algorithm opd --env_path {{dir}}/taught.py --algo.teacher self"
+STREAM = "--data.streaming --data.shuffle_buffer 4"
 
 # Runs that SIGTERM ends and those that are resumed at the end of their steps.
 ENDED = {
@@ -71,6 +75,12 @@ RESUMED = {
     "shared model": SHARED,
     "older adapters": f"{RL} {LORA} {OLDER}",
     "older weights of two": f"{TWO} {OLDER} --rollout.engines_awake one",
+    "mean reference": f"{MEAN} {LORA} --learner.offload always",
+    "reference in bf16": f"{RL} --algo.kl_loss k3,0.1 --algo.kl_reward k1,0.1 --num_steps 5 "
+    "--algo.reference_every 2 --save_every 3 --learner.dtype bfloat16",
+    "self-teacher": f"{SELF} --algo.teacher_update ema",
+    "self-teacher of the start": f"{SELF} --algo.teacher_update start",
+    "stream": f"{RL} --data.train {{dir}}/pairs.jsonl {STREAM} --tasks_per_step 7 --group_size 2",
     "rm": RM,
     "8 bits": f"{RL} --optim.name adamw8bit",
     "sgd": f"{RL} --optim.name sgd --optim.lr 0.1",
@@ -80,11 +90,12 @@ RESUMED = {
 @pytest.fixture(scope="module")
 def make_flags(places):
     """given(flags) -> arguments, with a rate at which runs learn."""
-    env = (
-        Path(places["dir"], "letters.py").read_text()
-        + "def task_weight(prompt, mean_reward): return 1 + (mean_reward or 0)\n"
-    )
-    Path(places["dir"], "weighted.py").write_text(env)
+    hooks = {
+        "weighted": "def task_weight(prompt, mean_reward): return 1 + (mean_reward or 0)\n",
+        "taught": "async def teacher_prompt(task): return f'{task.id} is {task.row}'\n",
+    }
+    for name, hook in hooks.items():
+        Path(places["dir"], f"{name}.py").write_text(LETTERS + hook)
     return lambda flags: words("--optim.lr 1e-2", flags.format(**places))
 
 
@@ -111,11 +122,12 @@ SAVES = "--save_every 2 --keep_checkpoints 0"
 @pytest.mark.parametrize("case", RESUMED)
 def test_a_resumed_run_is_the_uninterrupted_run(case, make_flags, tmp_path, monkeypatch):
     monkeypatch.setattr("rl_core.run.saving.checkpoint.FILE_BYTES", 1 << 14)
-    flags = words(make_flags(RESUMED[case]), "--num_steps 4", SAVES)
+    flags = words("--num_steps 4", SAVES, make_flags(RESUMED[case]))
     out = run(tmp_path / "run", flags)
-    assert len([*out.glob("checkpoints/step_000002/*/*.safetensors")]) > 2
-    full = resume_after(out, 2, flags)
-    assert len(steps(out)) == 4 and lasting(steps(out)) == lasting(steps(full))
+    checkpoint = min(out.glob("checkpoints/step_*"))
+    assert len([*checkpoint.glob("*/*.safetensors")]) > 2
+    full = resume_after(out, int(checkpoint.name[5:]), flags)
+    assert len(steps(out)) >= 4 and lasting(steps(out)) == lasting(steps(full))
     assert_same_weights(full, out)
 
 
@@ -168,6 +180,7 @@ TWO_RANKS = {
     "normalized": (f"{TALK} {STOP} --algo.normalize env --algo.turn_discount 0.9", ""),
     "states": (f"{RL.replace('letters', 'keyed')} {STOP} --algo.turn_discount 0.9", ""),
     "sft": (f"{SFT} --learner.microbatch_tokens 200 --sft.weights 0.25,0.5", ""),
+    "sft of a stream": (f"{SFT} {STREAM}", ""),
     "dpo": (DPO, ""),
     "kto": (f"{FIT} --algorithm kto --data.train {{dir}}/labelled.jsonl", ""),
     "rm, one pair": (f"{RM} --tasks_per_step 1", ""),
@@ -187,6 +200,11 @@ TWO_RANKS = {
         "--rollout_ranks 1",
     ),
     "tp": (f"{PPO} --algo.kl_coef 0.1", "--tp 2"),
+    "tp, mean reference": (MEAN, "--tp 2"),
+    "tp, self-teacher": (
+        f"{SELF} --algo.teacher_update ema --algo.teacher_loss reverse_kl",
+        "--tp 2",
+    ),
     "tp, shared": (f"{SHARED} --algo.kl_coef 0.1", "--tp 2"),
     "cp": (f"{PPO} --algo.kl_coef 0.1", "--cp 2"),
 }
@@ -223,6 +241,7 @@ def test_two_ranks_do_what_one_does(case, make_flags, tmp_path):
     [
         pytest.param(PPO, 1, 2, id="ppo"),
         pytest.param(f"{RL} {LORA}", 2, 1, id="lora"),
+        pytest.param(f"{MEAN} --learner.offload always", 2, 1, id="mean reference"),
         pytest.param(f"{RL} {OLDER}", 1, 2, id="older"),
         pytest.param(f"{RL} {OLDER}", 2, 1, id="older, fewer"),
     ],

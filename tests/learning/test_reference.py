@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from kit import learn, make_learner, part_of, resume_after, run, sample, steps, weights, words
+from kit import learn, make_learner, part_of, run, sample, steps, weights, words
 from oracle import logprobs
 from transformers import AutoModelForCausalLM
 
@@ -122,53 +122,6 @@ def test_a_kl_that_is_only_logged_changes_no_weight(tmp_path, tiny_model):
 
 
 MEAN = "--algo.kl_coef 0.1 --algo.reference_decay 0.5"
-RENEWED = {
-    "mean": f"{MEAN} --actors.policy.lora.rank 4 --learner.offload always",
-    "bf16": "--algo.kl_loss k3,0.1 --algo.kl_reward k1,0.1 --algo.reference_every 2 "
-    "--learner.dtype bfloat16",
-}
-
-
-def numbers(out) -> list[dict]:
-    """Metrics of learning of each step, without times."""
-    return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
-
-
-@pytest.mark.parametrize("case", RENEWED)
-def test_a_run_with_a_renewed_reference_resumes_to_the_bit(case, tmp_path, tiny_model):
-    (tmp_path / "ask.py").write_text(ASK)
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, RENEWED[case])
-    flags += words("--num_steps 5 --save_every 3 --keep_checkpoints 0")
-    out = run(tmp_path / "run", flags)
-    full = resume_after(out, 3, flags)
-    assert len(numbers(out)) == 5 and numbers(out) == numbers(full)
-    expected = weights(full)
-    for name, weight in weights(out).items():
-        assert torch.equal(weight, expected[name]), name
-
-
-def test_two_ranks_renew_a_reference_as_one_does(tmp_path, tiny_model):
-    """With other splits of the weights, and one rank that resumes their run."""
-    (tmp_path / "ask.py").write_text(ASK)
-    flags = words("--model", tiny_model, "--env_path", tmp_path / "ask.py", SIZES, MEAN)
-    flags += words("--num_steps 4 --optim.name sgd --optim.lr 0.05")
-    one = run(tmp_path / "one", flags)
-
-    def compare(out, case: str) -> None:
-        for a, b in zip(numbers(one), numbers(out), strict=True):
-            for name in ("ref_kl_nats", "loss", "grad_norm"):
-                name = f"learn/policy/{name}"
-                assert b[name] == pytest.approx(a[name], abs=1e-5, rel=1e-3), (case, name)
-        exported = weights(out)
-        for name, weight in weights(one).items():
-            torch.testing.assert_close(exported[name], weight, atol=2e-5, rtol=1e-4)
-
-    compare(run(tmp_path / "tp", flags, "--tp 2", ranks=2), "tp")
-    saves = "--save_every 2 --keep_checkpoints 0"
-    two = run(tmp_path / "two", flags, saves, "--learner.offload always", ranks=2)
-    compare(two, "offload")
-    resume_after(two, 2, flags, saves)
-    compare(two, "resumed")
 
 
 def test_a_checkpoint_without_a_reference_begins_with_that_of_a_new_run(

@@ -10,12 +10,9 @@ from kit import (
     learn,
     make_learner,
     metrics,
-    resume_after,
     run,
     sample,
-    steps,
     trajectories,
-    weights,
     words,
 )
 from oracle import logprobs
@@ -223,10 +220,6 @@ def flags_of(model, tmp_path, code: str = ENV, update: str = "ema") -> list[str]
     return flags + words("--model", model, "--env_path", tmp_path / "ask.py")
 
 
-def numbers(out) -> list[dict]:
-    return [{k: v for k, v in row.items() if k.startswith("learn/")} for row in steps(out)]
-
-
 def test_the_hook_sees_the_trajectories_of_its_own_actor(tmp_path, tiny_model):
     env = tmp_path / "two.py"
     env.write_text(
@@ -251,34 +244,6 @@ async def teacher_prompt(trajectories, actor):
     # Where bob's turn was cut off, alice has none.
     assert "bob: ['bob', 'bob']" in read and len(read) > 1
     assert read <= {"bob: ['bob', 'bob']", "alice: ['alice', 'alice']", "alice: ['alice']"}
-
-
-@pytest.mark.parametrize("update", ["ema", "start"])
-def test_a_resumed_run_is_the_uninterrupted_run(update, tmp_path, tiny_model):
-    flags = flags_of(tiny_model, tmp_path, update=update)
-    flags += words("--num_steps 4 --save_every 2 --keep_checkpoints 0")
-    out = run(tmp_path / "run", flags)
-    full = resume_after(out, 2, flags)
-    assert len(numbers(out)) == 4 and numbers(out) == numbers(full)
-    expected = weights(full)
-    for name, weight in weights(out).items():
-        assert torch.equal(weight, expected[name])
-    [kept] = trajectories(out / "rollouts/step_000001.jsonl.zst")[:1]
-    assert kept["teacher_messages"][0]["content"].endswith(("abab", "cdcd", "efef"))
-
-
-def test_two_ranks_do_what_one_does(tmp_path, tiny_model):
-    flags = flags_of(tiny_model, tmp_path) + words("--optim.name sgd --optim.lr 0.05 --num_steps 3")
-    flags += words("--algo.teacher_loss reverse_kl")
-    one = run(tmp_path / "one", flags)
-    two = run(tmp_path / "two", flags, "--tp 2", ranks=2)
-    for a, b in zip(numbers(one), numbers(two), strict=True):
-        names = ("learn/policy/teacher_kl_nats", "learn/policy/loss", "learn/policy/grad_norm")
-        assert {n: b[n] for n in names} == pytest.approx(
-            {n: a[n] for n in names}, abs=1e-5, rel=1e-3
-        )
-    for name, weight in weights(one).items():
-        torch.testing.assert_close(weights(two)[name], weight, atol=2e-5, rtol=1e-4)
 
 
 def test_a_hook_that_fails_is_a_failed_episode_and_others_learn(tmp_path, tiny_model):
