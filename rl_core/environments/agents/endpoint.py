@@ -206,10 +206,11 @@ class Endpoint:
         request.is_long = True
 
     def store(self, dialect: ModuleType, request: Request, replies: list[Reply]) -> None:
-        """Keeps replies that later requests may continue."""
-        if not request.is_kept:
-            return
+        """Called before replies are sent. Keeps those that later requests may name."""
         for reply in replies:
+            reply.is_sent = True
+            if not request.is_kept:
+                continue
             history = [*without_prefix(request.messages)[0], reply.message]
             # Later requests have their own schema; this one may have megabytes.
             conversation = replace(request, messages=history, schema=None)

@@ -26,7 +26,7 @@ from rl_core.environments.agents.endpoint import DIALECTS, Endpoint, EndpointSer
 from rl_core.environments.agents.requests import Refusal, Reply, Request
 from rl_core.environments.agents.rollout import AgentRollout
 from rl_core.environments.agents.session_files import RequestCoder
-from rl_core.environments.agents.tree import Attempt, Node, Tree
+from rl_core.environments.agents.tree import Attempt, Node, Tree, digest_of
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.conversation import TokenConversation
 from rl_core.sampling.engine import EngineDied
@@ -146,19 +146,19 @@ class OnlineSession(Endpoint):
         """See Endpoint. Writes the replies to the file before they are sent. Raises Refusal if the
         session ended after they were sampled."""
         self.refuse_unless(self.is_open)
-        tree = self.tree_of(request)
-        new = [node for node in tree.nodes if node.reply in replies]
-        new = [node for node in new if node.reply.id not in self.nodes]
-        if new:
+        wanted, known = {*map(id, replies)}, {*self.nodes.values()}
+        new = [node for node in self.tree_of(request).nodes if id(node.reply) in wanted]
+        if new := [node for node in new if node not in known]:
             completions = [node.snapshot.turns[-1].completion for node in new]
             self.write(
                 "reply",
                 dialect=dialect.PATH,
                 request=self.coder.encode(request),
-                replies=[node.reply.id for node in new],
                 completions=[session_files.as_json(each) for each in completions],
             )
-            self.nodes |= {node.reply.id: node for node in new}
+            for node in new:  # Their ids follow from the order in the file.
+                node.reply.id = f"{self.id}.{len(self.nodes) + 1}"
+                self.nodes[node.reply.id] = node
         self.used_s = time.time()
         super().store(dialect, request, replies)
 
@@ -380,6 +380,7 @@ class Sessions:
             raise Refusal(text, status=429, code="rate_limit_exceeded", retry_after_s=30)
         if earlier is not None:
             earlier.end()
+            earlier.write("rebound")
         self.over.pop(key, None)
         session = self.make(server, self.next_number, task_id, key)
         session.write("start", number=session.number, task_id=task_id, key=key)
@@ -417,7 +418,7 @@ class Sessions:
     async def wait_for_engine(self) -> None:
         """Returns once no step learns. Raises Refusal after --online.wait_s."""
         self.check_taking()
-        if self.is_restoring or self.gate.is_set():
+        if self.gate.is_set():
             return
         with suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(self.gate.wait(), self.config.wait_s)
@@ -515,18 +516,16 @@ class Sessions:
                 session.nodes[event["reply"]].reply.num_sent = sent
             elif kind == "reward":
                 session.keep(event)
+            elif kind == "rebound":  # Even if the file of the later session is gone.
+                self.over[session.api_key] = self.by_key.pop(session.api_key).id
         for event in events:
             if event["event"] == "end":  # A reply that was sampled by then may follow.
                 session.end(event["info"])
 
     async def replay_reply(self, session: OnlineSession, event: JSONObject) -> None:
-        """Plays a request again, with its completions."""
+        """Plays a request again, with its completions. It was no retry of another one."""
         request = Request(**session.coder.decode(event["request"]))
-        request.is_retry, request.continues = False, None
         session.turns.completions = list(map(session_files.completion_of, event["completions"]))
-        attempt = await session.attempt(request)
-        replies = await session.replies(attempt)
+        replies = await session.tree_of(request).begin(request, digest_of(request)).replies()
         assert not session.turns.completions, "the turns of a file are those of its request"
-        for reply, known in zip(replies, event["replies"], strict=True):
-            reply.id = known
         session.store(DIALECT_AT[event["dialect"]], request, replies)

@@ -176,18 +176,21 @@ class Tree:
     def attempt(self, request: Request, digest: Digest) -> Attempt:
         """The attempt that answers a request: a retry has that of the first request, and every
         other request a new one. Raises Refusal."""
-        self.overridden.update(request.overridden)
-        if len(self.overridden) > MAX_OVERRIDDEN:
-            raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
-        attempts = self.attempts[digest.request]
-        repeated = self.repeated(attempts, request.is_retry)
+        repeated = self.repeated(self.attempts[digest.request], request.is_retry)
         if repeated is None or (repeated.is_done and repeated.is_lost):
             self.check_turns(request.num_replies)
         if repeated is not None:
             self.num_retries += 1
             return repeated
+        return self.begin(request, digest)
+
+    def begin(self, request: Request, digest: Digest) -> Attempt:
+        """A new attempt, also for a request that was asked before. Raises Refusal."""
+        self.overridden.update(request.overridden)
+        if len(self.overridden) > MAX_OVERRIDDEN:
+            raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
         nodes = self.context.run(asyncio.ensure_future, self.play(request, digest))
-        attempt = Attempt(nodes, request.num_replies)
+        attempt, attempts = Attempt(nodes, request.num_replies), self.attempts[digest.request]
         attempts.append(attempt)
 
         def drop_failed(_: object) -> None:
@@ -263,7 +266,7 @@ class Tree:
         parent: Node | None = None
         length = 0
         for node in self.nodes:
-            if node.tools != digest.tools:
+            if node.tools != digest.tools or not node.reply.is_sent:
                 continue
             num = len(node.keys)
             if length < num < len(asked) and asked[:num] == node.keys:
