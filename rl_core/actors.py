@@ -21,6 +21,7 @@ from rl_core.models.cpu_offload import release_cached_memory
 from rl_core.models.loading import compute_dtype
 from rl_core.models.options import use_liger
 from rl_core.models.policy import end_token_ids
+from rl_core.models.weight_gathering import exhaust
 from rl_core.run.options import rank_group_engines
 from rl_core.run.plan.plan import Plan
 from rl_core.sampling.actor import Actor, Speaker
@@ -123,8 +124,7 @@ class ActorRuntime:
         self.device.release_device()  # The engine allocates memory for its weights now.
         weights = self.learner.engine_weights(self.weights is Weights.SHARED)
         if self.engine is None:
-            for _ in weights or ():
-                pass
+            exhaust(weights or ())
             return
         await self.engine.update(weights, version, adapter=self.adapter)
         if self.device.lease is not None:

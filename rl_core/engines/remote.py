@@ -40,6 +40,7 @@ from rl_core.http_guard import (
     read_body,
 )
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
+from rl_core.models.weight_gathering import exhaust
 from rl_core.sampling.engine import Engine, EngineDied
 from rl_core.types import JSON, Completion, RunError, SamplingParams
 
@@ -80,14 +81,15 @@ class WeightChannel:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # The current device is set per thread.
         if self.group is None:
-            for _ in weights:
-                pass
+            exhaust(weights)
             return
-        for bucket in in_buckets((name, value.to(dtype)) for name, value in weights):
+        for bucket in in_buckets(weights, dtype):
             shapes = [[name, list(value.shape)] for name, value in bucket.items()]
             self._broadcast_json([str(dtype).removeprefix("torch."), shapes])
-            flat = torch.cat([value.reshape(-1) for value in bucket.values()])
+            values = [value.reshape(-1) for value in bucket.values()]
+            flat = values[0] if len(values) == 1 else torch.cat(values)
             self._broadcast(flat.to(self.device))
+            del bucket, values, flat  # Their memory is free before the next ones are gathered.
         self._broadcast_json([])
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
@@ -99,6 +101,7 @@ class WeightChannel:
             self._broadcast(flat)
             for (name, shape), values in zip(shapes, flat.split(sizes), strict=True):
                 yield name, values.view(shape)
+            del flat, values
 
     def _broadcast_json(self, value: JSON) -> JSON:
         """The first learner's value; other ranks pass None."""
@@ -479,14 +482,22 @@ def engines_at(
     return engines
 
 
-def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Buckets of at most BUCKET_BYTES. A larger tensor has its own bucket."""
+def in_buckets(
+    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Buckets of at most BUCKET_BYTES, in `dtype` or each tensor's own. A larger tensor has its own
+    bucket. No reference to a yielded tensor is kept."""
     bucket, size = {}, 0
     for name, value in weights:
+        value = value.to(dtype or value.dtype)
         if bucket and size + value.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = value
         size += value.nbytes
+        del value
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
     if bucket:
         yield bucket

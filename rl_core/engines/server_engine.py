@@ -28,7 +28,7 @@ from rl_core.engines.weight_transfer import (
     described_transfer,
     keeps_backup,
 )
-from rl_core.engines.weights import arriving_at, checkpoint_weights, on_host
+from rl_core.engines.weights import checkpoint_weights, on_host
 from rl_core.errors import keep_ends
 from rl_core.metrics import Metric, Sum
 from rl_core.models.cpu_offload import release_cached_memory
@@ -245,9 +245,8 @@ class ServedEngine(Engine):
             self.version = version
 
     async def _send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        coming = ((name, weight) for name, weight, _ in arriving_at(self.spec.module, weights))
         # Servers expect the names of published checkpoints.
-        self.transfer.take(checkpoint_weights(self.spec.module, coming))
+        self.transfer.take(checkpoint_weights(self.spec.module, weights))
         try:
             if self._is_served:
                 with contextlib.suppress(EngineDied):

@@ -27,6 +27,7 @@ from rl_core.engines.server_process import numbers
 from rl_core.engines.sglang_cuda import unshared_memory
 from rl_core.engines.sglang_versions import HAS_SESSIONS
 from rl_core.engines.weights import on_host
+from rl_core.models.weight_gathering import exhaust
 from rl_core.sampling.engine import RESENT_BY_RANKS, EngineSpec, NamedWeights, ServerSpec
 from rl_core.scratch import remove_orphans, scratch_prefix
 from rl_core.types import JSONObject, RunError
@@ -176,8 +177,7 @@ class BucketsTransfer:
             self.version = ""  # The next server may be another one.
             raise
         finally:
-            for _ in weights:  # Gathering is a collective: every rank exhausts it.
-                pass
+            exhaust(weights)  # Gathering is a collective.
 
     def again(self) -> Iterator[tuple[str, Tensor]]:
         if not callable(self.spec.resend):
@@ -211,8 +211,7 @@ class BucketsTransfer:
         raise NotImplementedError
 
     def drop(self) -> None:
-        for _ in self.coming or ():
-            pass
+        exhaust(self.coming or ())
         self.coming = None
 
     def close(self) -> None:

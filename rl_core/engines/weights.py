@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +15,8 @@ from rl_core.sampling.engine import NamedWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+PIECE_BYTES = 256 << 20  # Experts in the published form, which are copies.
 
 
 def arriving(
@@ -34,6 +38,7 @@ def arriving(
         if id(target) not in loaded:
             yield name, weight, target
         loaded.add(id(target))
+        del weight  # Its memory is free before the next one is gathered.
     missing = [name for name in needed if id(targets[name]) not in loaded]
     if missing:
         raise ValueError(
@@ -56,6 +61,7 @@ def load_weights(model: PreTrainedModel, named_weights: NamedWeights) -> None:
     """Copies every weight into the model. Raises the errors of `arriving`."""
     for _, weight, target in arriving_at(model, named_weights):
         target.copy_(weight)
+        del weight
 
 
 def on_host(named_weights: NamedWeights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -63,23 +69,57 @@ def on_host(named_weights: NamedWeights, dtype: torch.dtype) -> Iterator[tuple[s
     for name, weight in named_weights:
         saved_dtype = dtype if weight.is_floating_point() else weight.dtype
         yield name, weight.detach().to("cpu", saved_dtype).contiguous()
+        del weight
 
 
 def checkpoint_weights(hf: PreTrainedModel, named: NamedWeights) -> Iterator[tuple[str, Tensor]]:
     """The weights as published checkpoints of this model have them, such as one tensor per expert.
-    Weights of one layer must be consecutive, as in named_weights()."""
+    Weights of one layer must be consecutive, as in named_weights(). One stack of experts is held at
+    a time, and PIECE_BYTES of it in the published form. Raises the errors of `arriving`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
     from rl_core.models.loading import save_as_published
 
     save_as_published(hf)
-    conversions = get_model_conversion_mapping(hf, add_legacy=False)
-    if not conversions and not getattr(hf, "_weight_conversions", None):
+    conversions = getattr(hf, "_weight_conversions", None)
+    conversions = conversions or get_model_conversion_mapping(hf, add_legacy=False)
+    named = map(itemgetter(0, 1), arriving_at(hf, named))
+    if not conversions:
         yield from named
         return
+    revert = partial(revert_weight_conversion, hf)
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    # Their weights are merged with others of the layer.
+    merging = [c.reverse_transform() for c in converters if len(c.target_patterns) > 1]
     for _, layer in itertools.groupby(named, lambda item: layer_number(item[0])):
-        yield from revert_weight_conversion(hf, dict(layer)).items()
+        together = {}
+        for name, weight in layer:
+            if any(c.rename_source_key(name)[1] for c in merging):
+                together[name] = weight
+            else:
+                yield from published(revert, name, weight)
+            del weight
+        yield from revert(together).items()
+
+
+def published(
+    revert: Callable[[dict[str, Tensor]], dict[str, Tensor]], name: str, weight: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that `revert` makes of a weight, for PIECE_BYTES of its experts at a time if it
+    makes tensors of each expert."""
+    names = [*revert({name: weight.to("meta")})] if weight.ndim == 3 else []
+    if not names or len(names) % len(weight):
+        yield from revert({name: weight}).items()
+        return
+    num = len(weight)
+    # All experts' first matrices, then all second ones.
+    of_kinds = [names[i : i + num] for i in range(0, len(names), num)]
+    step = max(1, num * PIECE_BYTES // weight.nbytes)
+    for first in range(0, num, step):
+        piece = weight[first : first + step]
+        of_piece = itertools.chain(*(kind[first : first + step] for kind in of_kinds))
+        yield from zip(of_piece, revert({name: piece}).values(), strict=True)
 
 
 def layer_number(name: str) -> str:

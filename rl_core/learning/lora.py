@@ -332,6 +332,7 @@ def merged_weights(
             factors = []
         name = f"{plain(layer_name)}.{kind}"
         yield name, value.to(dtype_of(name, value, dtypes))
+        del value  # Its memory is free before the next one is gathered.
 
 
 def with_factors(model: nn.Module, adapter: str) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +30,8 @@ def gathered_weights(
     named: Iterable[tuple[str, Tensor]], dtypes: DTypes = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, unsharded tensor in its dtype) of each tensor, in their order. Up to GROUP_BYTES are
-    gathered by one collective per dimension of the mesh and dtype; a larger tensor is gathered
-    alone. Every rank must exhaust the iterator."""
+    gathered by one collective per dimension of the mesh and dtype, and a larger tensor by several.
+    No reference to a yielded large tensor is kept. Every rank must exhaust the iterator."""
     group: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, value in named:
@@ -52,24 +54,48 @@ def dtype_of(name: str, value: Tensor, dtypes: DTypes) -> torch.dtype:
 
 def gathered_group(group: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     names, values = zip(*group, strict=True)
-    if len(values) == 1 or not any(isinstance(value, DTensor) for value in values):
-        yield from zip(names, map(unsharded, values), strict=True)
+    if len(values) == 1:
+        yield names[0], unsharded_in_pieces(values[0])
     else:
         yield from zip(names, unsharded_together(values), strict=True)
+
+
+def exhaust(weights: Iterable[object]) -> None:
+    """Takes part in gathering weights that this rank does not need, and holds none of them."""
+    deque(weights, maxlen=0)
 
 
 @torch.no_grad()
 def unsharded_together(values: Sequence[Tensor]) -> list[Tensor]:
     """unsharded() of each tensor."""
-    tensors = [local(value) for value in values]
-    splits = [splits_of(value) for value in values]
+    return joined([local(value) for value in values], [splits_of(value) for value in values])
+
+
+@torch.no_grad()
+def unsharded_in_pieces(value: Tensor) -> Tensor:
+    """unsharded() by collectives of GROUP_BYTES at most. A piece has a share of a dimension that
+    the ranks do not split."""
+    shard, splits = local(value), splits_of(value)
+    dims = {*range(value.ndim)} - {split.dim for split in splits.values()}
+    if not splits or not dims:
+        return unsharded(value)
+    full, dim = shard.new_empty(value.shape), min(dims)
+    num = max(1, math.ceil(full.nbytes / GROUP_BYTES))
+    for piece, target in zip(shard.chunk(num, dim), full.chunk(num, dim), strict=True):
+        target.copy_(joined([piece], [splits])[0])
+    return full
+
+
+def joined(tensors: list[Tensor], splits: Sequence[Mapping[str, Split]]) -> list[Tensor]:
+    """The unsharded tensors of shards with these splits, by one collective per dimension of the
+    mesh and dtype."""
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     for name, kind in itertools.product(DIMENSIONS, dtypes):
         numbers = [i for i, t in enumerate(tensors) if t.dtype == kind and name in splits[i]]
         if not numbers:
             continue
-        joined = join_chunks([tensors[i] for i in numbers], [splits[i][name] for i in numbers])
-        for i, tensor in zip(numbers, joined, strict=True):
+        full = join_chunks([tensors[i] for i in numbers], [splits[i][name] for i in numbers])
+        for i, tensor in zip(numbers, full, strict=True):
             tensors[i] = tensor
     return tensors
 

@@ -52,6 +52,7 @@ class Size(Widths):
     linear: int  # parameters of matrices in blocks: LoRA freezes them, nf4 quantizes them
     experts: int  # parameters of stacks of experts, in none of `linear`
     largest_layer: int  # parameters of the experts of one layer
+    largest_weight: int  # parameters of the largest tensor
     adapted: int  # inputs and outputs of all matrices that LoRA's targets name
     adapters: int  # trained parameters of LoRA; 0: all parameters are trained
     vocabulary: int  # V
@@ -89,6 +90,7 @@ def model_size(actor: ActorConfig, parts: str | None = None) -> Size:
         linear=linear,
         experts=sum(of_layer.values()),
         largest_layer=max(of_layer.values(), default=0),
+        largest_weight=max(weight.numel() for weight in model.parameters()),
         adapted=adapted,
         adapters=actor.lora.rank * adapted,
         **asdict(widths(text)),
@@ -161,18 +163,23 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
 
 def sync_bytes(plan: Plan, name: str, size: Size) -> float:
     """Most memory that weights take on one rank on their way to an engine, in addition to both
-    sides' own: the experts of a layer are gathered, and split for a server into buckets, two of
-    which are in use."""
+    sides' own: the largest tensor, the shard that it is gathered from, pieces of it on their way;
+    for a server two buckets and experts in the published form."""
     from rl_core.engines.options import engine_classes
+    from rl_core.engines.remote import BUCKET_BYTES
+    from rl_core.engines.weights import PIECE_BYTES
     from rl_core.models.loading import compute_dtype
     from rl_core.models.weight_gathering import GROUP_BYTES
     from rl_core.sampling.engine import WeightOwner
 
     config, w = plan.config, compute_dtype(plan.config).itemsize
-    gathered = max(2 * GROUP_BYTES, w * size.largest_layer)
+    num_shards = plan.mesh.dp_shard * plan.mesh.cp * plan.mesh.tp
+    gathered = w * size.largest_weight * (1 + 1 / num_shards * (num_shards > 1))
+    if config.rollout_ranks:  # A bucket of smaller tensors, and its copy that travels.
+        gathered += 2 * min(BUCKET_BYTES, w * size.total)
     if engine_classes(config)[name].weight_owner is not WeightOwner.SERVER:
-        return gathered
-    return 2 * gathered + 2 * config.engine_bucket_mib * 2**20
+        return gathered + 2 * GROUP_BYTES
+    return gathered + max(2 * GROUP_BYTES, PIECE_BYTES) + 2 * config.engine_bucket_mib * 2**20
 
 
 def image_tokens(plan: Plan) -> float:

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from rl_core.config import LearnerConfig, LoraConfig
 from rl_core.distributed import Mesh, on_mesh
+from rl_core.engines import weights as sent
 from rl_core.engines.weights import checkpoint_weights
 from rl_core.learning.policies import make_policy
 from rl_core.models import loading
@@ -63,7 +64,9 @@ def export(ranks, model, out) -> list[str]:
         AutoTokenizer.from_pretrained(model),
     )
     export_policy(policy, tokenizer, Path(out), ranks)
-    streamed = dict(checkpoint_weights(make_skeleton(model), policy.named_weights()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sent, "PIECE_BYTES", 1 << 14)  # One expert or two.
+        streamed = dict(checkpoint_weights(make_skeleton(model), policy.named_weights()))
     torch.save(streamed, f"{out}.{ranks.rank}")
     return sorted(streamed)
 

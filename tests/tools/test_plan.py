@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import weakref
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import bench_images
@@ -14,10 +17,16 @@ import memory_table
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from bench_learner import QWEN3, model_config
-from models_table import make_family
+from models_table import load_plain, make_family
+from test_equivalence import draw_model
 from test_learner import ragged_samples
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,9 +36,15 @@ from transformers import (
 
 from rl_core.config import ActorConfig, parse_config
 from rl_core.data.images import read_image
-from rl_core.distributed import Mesh, on_mesh
+from rl_core.distributed import Mesh, Ranks, on_mesh
+from rl_core.engines import remote, weights
+from rl_core.engines.buckets import in_flat_buckets
+from rl_core.engines.remote import in_buckets
+from rl_core.engines.weights import checkpoint_weights, load_weights
 from rl_core.learning.activation_memory import block_bytes
+from rl_core.models import weight_gathering
 from rl_core.models.policy import blocks_of
+from rl_core.models.weight_gathering import exhaust
 from rl_core.run.plan.plan import make_plan
 from rl_core.run.process.joining import init_ranks
 from rl_core.tools.cli import main
@@ -392,18 +407,98 @@ def test_a_plan_for_a_gpu_is_for_sglang_in_bf16_and_shared_ranks(plan_8b, flags,
 
 
 @pytest.mark.parametrize(
-    "hidden, of_expert, gib", [(2048, 768, 1.125), (4096, 1536, 4.5)], ids=["30B-A3B", "235B-A22B"]
+    "hidden, of_expert, stack", [(2048, 768, 0.75), (4096, 1536, 3)], ids=["30B-A3B", "235B-A22B"]
 )
-def test_a_sync_takes_the_experts_of_a_layer(flags, tmp_path, hidden, of_expert, gib):
+def test_a_sync_takes_a_stack_of_experts(flags, tmp_path, monkeypatch, hidden, of_expert, stack):
     sizes = {"hidden_size": hidden, "moe_intermediate_size": of_expert, "num_experts": 128}
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, vocab_size=104, **sizes)
     config.save_pretrained(tmp_path / "model")
     size = model_size(ActorConfig(model=str(tmp_path / "model")))
-    in_bf16 = [*flags, "--learner.dtype", "bfloat16"]
+    in_bf16 = [*flags, "--learner.dtype", "bfloat16", "--dp_replicate", "1"]
+    monkeypatch.setenv("WORLD_SIZE", "16")
     plan = make_plan(parse_config(in_bf16))
-    assert sync_bytes(plan, "policy", size) == gib * 2**30
+    held = stack * 17 / 16  # In bf16, and a rank's shard of it.
+    # Two pieces of 64 MiB that travel.
+    assert sync_bytes(plan, "policy", size) == (held + 1 / 8) * 2**30
     plan = replace(plan, config=replace(plan.config, engine="sglang"))
-    assert sync_bytes(plan, "policy", size) == (2 * gib + 1) * 2**30  # Two buckets of 512 MiB.
+    # Two buckets of 512 MiB, and 256 MiB of single experts.
+    assert sync_bytes(plan, "policy", size) == (held + 1 / 4 + 1) * 2**30
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the tensors that operations made and that something still refers to."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+        self.num_tensors: Counter[tuple[int, int]] = Counter()  # Of (address, bytes).
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # It calls operations with plain tensors.
+            return NotImplemented
+        seen = {memory(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **kwargs or {})
+        for tensor in tree_leaves(out):
+            key = memory(tensor) if isinstance(tensor, torch.Tensor) else (0, 0)
+            is_view = key in seen and key not in self.num_tensors  # Of older memory.
+            if key[0] and not is_view:  # Tensors on "meta" have address 0.
+                self.num_tensors[key] += 1
+                weakref.finalize(tensor, self.drop, key)
+        self.most = max(self.most, sum(size for _, size in self.num_tensors))
+        return out
+
+    def drop(self, key: tuple[int, int]) -> None:
+        self.num_tensors[key] -= 1
+        if not self.num_tensors[key]:
+            del self.num_tensors[key]
+
+
+CPU = torch.device("cpu")
+
+
+def memory(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+@pytest.mark.parametrize("engine", ["embedded", "sglang"])
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=4), Mesh(dp_shard=4, ep=2)], ids=["ep1", "ep2"])
+def test_a_sync_holds_what_is_planned(flags, tmp_path, monkeypatch, mesh, engine):
+    """On rank 0 of a process group that moves nothing."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16}
+    draw_model(tmp_path / "model", "qwen3_moe", **sizes)
+    monkeypatch.setattr(weight_gathering, "GROUP_BYTES", 1 << 15)
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1 << 17)
+    monkeypatch.setattr(remote, "BUCKET_BYTES", more := 1 << 15)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    flags += ["--model", str(tmp_path / "model"), "--learner.dtype", "bfloat16"]
+    flags += ["--dp_replicate", "1", "--ep", str(mesh.ep), "--engine_bucket_mib", "1"]
+    plan = make_plan(parse_config(flags))
+    assert plan.mesh == mesh
+    size = model_size(plan.config.actors["policy"])
+    plan = replace(plan, config=replace(plan.config, engine=engine))
+    planned = sync_bytes(plan, "policy", size)
+    # Less than the experts of a layer; for a server two buckets more.
+    assert planned < 2 * size.largest_layer + 2 * 2**20 * (engine == "sglang")
+    target, bf16 = kit.make_skeleton(str(tmp_path / "model")), torch.bfloat16
+    ways = [exhaust, lambda named: exhaust(in_buckets(named, bf16))]
+    ways.append(partial(load_weights, load_plain(tmp_path / "model")))
+    if engine == "sglang":
+        ways = [
+            lambda named: exhaust(
+                in_flat_buckets(checkpoint_weights(target, named), bf16, CPU, 1 << 20)
+            )
+        ]
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        ranks = on_mesh(Ranks(rank=0, size=4, device=CPU), mesh)
+        learner = kit.make_learner(tmp_path / "model", "--learner.dtype bfloat16", ranks=ranks)
+        for send in ways:
+            with Held() as held:
+                send(learner.engine_weights(False))
+            assert 0.8 * planned < held.most <= planned + more
+    finally:
+        dist.destroy_process_group()
 
 
 def gathered_bytes(ranks, model, experts) -> dict[str, list[list[int]]]:
