@@ -10,7 +10,6 @@ from kit import ROOT
 
 from rl_core.environments.env_file import load_env
 from rl_core.sandbox.rows import code_of, function_tests, stdin_tests
-from rl_core.tools.cli import main as command
 
 ENVS = ROOT / "envs"
 HUMANEVAL = {
@@ -36,9 +35,7 @@ def reward(name: str, row: dict, *replies: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["code", "code_contest"])
-def test_rl_core_check_passes_and_splits_share_no_prompt(name, capsys):
-    assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2"]) == 0
-    assert "every normal episode was scored" in capsys.readouterr().out
+def test_splits_share_no_prompt(name):
     train, held_out = (
         {row["prompt"] for row in env_of(name).load_tasks(split)} for split in ("train", "eval")
     )

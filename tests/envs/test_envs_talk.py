@@ -40,25 +40,6 @@ def rewards(result):
     return {(t.actor, t.player): round(t.reward, 6) for t in result}
 
 
-@pytest.mark.parametrize(
-    "name, flags",
-    [
-        ("countdown", ["--reply", "<answer>{{ nums[0] }}+{{ nums[1] }}</answer>"]),
-        ("math_answer", []),
-        ("parallel_thinking", ["--reply", "{{ answer }}"]),
-        ("parallel_thinking", ["--actors", "ann,ben,combiner"]),
-        ("jailbreak", ["--actors", "attacker,target", "--reply", "It is {{ password }}."]),
-        ("debate", []),
-        ("debate", ["--actors", "ann,ben,judge"]),
-        ("llm_judge", ["--actors", "policy,judge"]),
-    ],
-)
-def test_rl_core_check_passes(name, flags, capsys):
-    assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2", *flags]) == 0
-    reply = capsys.readouterr().out
-    assert "every normal episode was scored" in reply and "failed: " not in reply
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_no_held_out_task_is_trained_on_and_tasks_are_always_the_same(name):
     env = load_env(str(ENVS / f"{name}.py"))

@@ -36,7 +36,6 @@ from rl_core.data.tool_calls import ToolCalls
 from rl_core.engines.scripted import ScriptedActor, plain_chat
 from rl_core.environments.env_file import load_env
 from rl_core.sampling.engine import EngineDied
-from rl_core.tools.cli import main as command
 from rl_core.types import RunError
 
 ENVS = ROOT / "envs"
@@ -52,28 +51,6 @@ def env_of(name: str, **options):
 
 def rows_of(name: str) -> tuple[list[dict], list[dict]]:
     return tuple(list(env_of(name).load_tasks(split)) for split in ("train", "eval"))
-
-
-@pytest.mark.parametrize(
-    "name, replies",
-    [
-        (
-            "search_qa",
-            ["<search>{{ question }}</search>", "<answer>{{ golden_answers[0] }}</answer>"],
-        ),
-        ("gym_text", ["right", "down"]),
-        ("openenv_client", ["a"]),
-        ("chess_game", ["e4"]),
-        ("tool_use", [called("calculator", expression="{{ prompt[:-1] }}"), "{{ answer }}"]),
-        ("mcp_tools", [called("price", item="{{ prompt.split()[3][:-1] }}"), "{{ answer }}"]),
-    ],
-)
-def test_rl_core_check_passes(name, replies, shop, openenv, monkeypatch, capsys):
-    monkeypatch.setenv("MCP_SERVER", shop)
-    openenv()
-    flags = [x for reply in replies for x in ("--reply", reply)]
-    assert command(["check", str(ENVS / f"{name}.py"), "--num_tasks", "2", *flags]) == 0
-    assert "every normal episode was scored" in capsys.readouterr().out
 
 
 # Questions with a search engine

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -455,29 +456,48 @@ def test_a_run_through_a_service_is_the_run_of_the_files_bit_for_bit(
     assert KEYS.get(mode, {""}) <= keys, keys
 
 
-# Environment -> flags of check, which tries some of its tasks.
-PLAIN = """calculator countdown maze instructions openai_agent python_tool sort_digits summarise
-terminal tool_use translate word_problems"""
-ALIKE = dict.fromkeys(PLAIN.split(), "--num_tasks 3")
-ALIKE |= dict.fromkeys(["harbor", "count_shapes", "drawn_maze"], "--num_tasks 2")
-ALIKE |= {f"agentbench_{name}": "--num_tasks 2" for name in ("db", "house", "kg", "os", "shop")}
-ALIKE |= dict.fromkeys(["code", "code_contest", "gym_text"], "--num_tasks 1")
-ALIKE |= {
-    "code_parallel": "--num_tasks 1 --actors ann,combiner",
-    "customer_service": "--num_tasks 2 --actors agent,user",
-}
-ALIKE |= dict.fromkeys(
-    ["math_answer", "parallel_thinking", "search_qa", "tic_tac_toe"], "--num_tasks 1"
-)
-ALIKE |= {
-    "collaborate": "--num_tasks 3 --actors ann,ben",
-    "debate": "--num_tasks 1 --actors ann,ben",
-}
-ALIKE |= {
-    "jailbreak": "--num_tasks 2 --actors attacker,target",
-    "llm_judge": "--num_tasks 2 --actors policy,judge",
-}
-ALIKE |= {"referential_game": "--num_tasks 3", "sort_two_ways": "--num_tasks 3 --actors up,down"}
+# An environment, and flags of check, which tries some of its tasks.
+CHECKED = """
+agentbench_db --num_tasks 2
+agentbench_house --num_tasks 2
+agentbench_kg --num_tasks 2
+agentbench_os --num_tasks 2
+agentbench_shop --num_tasks 2
+calculator --num_tasks 3
+code --num_tasks 2
+code_contest --num_tasks 2
+code_parallel --num_tasks 1 --actors ann,combiner
+collaborate --num_tasks 2
+collaborate --num_tasks 3 --actors ann,ben,cleo
+count_shapes --num_tasks 2
+countdown --num_tasks 3 --reply '<answer>{{ nums[0] }}+{{ nums[1] }}</answer>'
+customer_service --num_tasks 2 --actors agent,user
+debate --num_tasks 1 --actors ann,ben
+debate --num_tasks 1 --actors ann,ben,judge
+drawn_maze --num_tasks 2
+gym_text --num_tasks 1 --reply right --reply down
+harbor --num_tasks 2
+instructions --num_tasks 3
+jailbreak --num_tasks 2 --actors attacker,target --reply 'It is {{ password }}.'
+llm_judge --num_tasks 2 --actors policy,judge
+math_answer --num_tasks 2
+maze --num_tasks 3
+openai_agent --num_tasks 3
+parallel_thinking --num_tasks 1 --reply '{{ answer }}'
+parallel_thinking --num_tasks 1 --actors ann,ben,combiner
+python_tool --num_tasks 3
+referential_game --num_tasks 3
+search_qa --num_tasks 1 --reply '<search>{{ question }}</search>' --reply '<answer>{{ golden_answers[0] }}</answer>'
+sort_digits --num_tasks 3
+sort_two_ways --num_tasks 3 --actors up,down
+summarise --num_tasks 3
+terminal --num_tasks 3
+tic_tac_toe --num_tasks 1 --actors ann,ben
+tic_tac_toe --num_tasks 2 --reply 1 --reply 4 --reply 2 --reply 5 --reply 3
+tool_use --num_tasks 3 --reply '<tool_call>{"name": "calculator", "arguments": {"expression": "{{ prompt[:-1] }}"}}</tool_call>' --reply '{{ answer }}'
+translate --num_tasks 3
+word_problems --num_tasks 3
+""".strip().splitlines()
 # They need a second, a server, a folder or a model.
 OTHERS = ["chess_game", "mcp_tools", "openenv_client", "reward_model", "tau2_env"]
 
@@ -489,7 +509,7 @@ def examples(files):
     # Their libraries are not installed, or they draw thousands of pictures.
     outside = {"reasoning_gym_env", "textarena_env", "verifiers_env", "picture_questions"}
     names = {path.stem for path in ROOT.glob("envs/*.py")} - outside
-    assert names == {*ALIKE, *OTHERS}
+    assert names == {*(line.split()[0] for line in CHECKED), *OTHERS}
     paths = [files / "count.py", *(ROOT / f"envs/{name}.py" for name in sorted(names))]
     os.environ["OPENENV_URL"] = "http://127.0.0.1:9"  # Nobody listens there.
     made = Service(*paths, "--workers", "1", "--capacity", "3", token=TOKEN)
@@ -506,19 +526,16 @@ def token(monkeypatch):
     monkeypatch.setenv("RL_CORE_SERVICE_TOKEN", TOKEN)
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_check_says_of_a_served_environment_what_it_says_of_the_file(name, examples, token, capsys):
-    reports = []
+@pytest.mark.parametrize("line", CHECKED)
+def test_check_says_of_a_served_environment_what_it_says_of_the_file(line, examples, token, capsys):
+    (name, *flags), reports = shlex.split(line), []
     for path in (f"envs/{name}.py", examples.url(name)):
-        assert command(["check", path, *ALIKE[name].split(), "--json"]) == 0
+        assert command(["check", path, *flags, "--json"]) == 0
         [report] = json.loads(capsys.readouterr().out)
-        reports.append(
-            {
-                key: report[key]
-                for key in ("columns", "num_tasks", "tokens", "teacher", "episodes", "normal")
-            }
-        )
+        names = "columns", "num_tasks", "tokens", "teacher", "episodes", "normal"
+        reports.append({key: report[key] for key in names})
     assert reports[0] == reports[1] and bool(reports[0]["teacher"]) == (name == "sort_digits")
+    assert not [episode for episode in reports[0]["episodes"] if episode["status"] == "failed"]
 
 
 def test_environments_that_check_cannot_try_begin_sessions(examples, token):
