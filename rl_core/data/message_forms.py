@@ -50,7 +50,6 @@ THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "reasoning"}
 # Keys for a call's arguments in LangChain, Llama and Anthropic formats.
 ARGUMENT_KEYS = ("args", "parameters", "input")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-MASKED_KEYS = ("masked",)
 GIVE_TRAIN = 'give the message "train": true or false instead'
 
 
@@ -164,12 +163,12 @@ def known_role(role: str) -> str:
 
 
 def set_trained(message: Message, where: str, notes: list[str]) -> None:
-    """Replaces TRAIN_KEYS and MASKED_KEYS with "train": False, or removes them if the message is
+    """Replaces TRAIN_KEYS and "masked" with "train": False, or removes them if the message is
     trained. Raises ValueError for a weight between 0 and 1, and for keys about a part of a message
     or of two meanings."""
     is_trained = True
-    for key in (*TRAIN_KEYS, *MASKED_KEYS):
-        if key in message and read_flag(key, message.pop(key)) == (key in MASKED_KEYS):
+    for key in (*TRAIN_KEYS, "masked"):
+        if key in message and read_flag(key, message.pop(key)) == (key == "masked"):
             is_trained = False
             notes.append(f"{where}: not trained ({key})")
     if not is_trained:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import glob
 import json
 import os
@@ -26,6 +25,10 @@ from rl_core.types import Row
 IN_MEMORY_BYTES = 64 << 20
 # Deepest nesting of objects and lists in a row, because code that reads rows recurses.
 MAX_NESTING = 200
+NOT_UTF8 = (
+    "{}: {}; convert the file by iconv -f ENCODING -t UTF-8 FILE > NEW, from WINDOWS-1252 or UTF-16, "
+    "say"
+)
 NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 
 
@@ -141,31 +144,15 @@ def read_json(path: Path) -> Iterator[Row]:
             yield from parse_rows(line, f"row {number} of {path}")
 
 
-def encoding_of(data: bytes) -> str | None:
-    """The likely encoding of a text and the command that converts it; None for UTF-8."""
-    if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "UTF-32: convert the file by iconv -f UTF-32 -t UTF-8 FILE > NEW"
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
-        return "UTF-16: convert the file by iconv -f UTF-16 -t UTF-8 FILE > NEW"
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return (
-            f"Latin-1 or Windows-1252 (byte {data[error.start]:#x} at {error.start}): convert the "
-            "file by iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
-        )
-    return None
-
-
 def parse_rows(text: bytes, location: str, is_array: bool = False) -> list[Row]:
     try:
         decoded = text.decode("utf-8-sig")
         value = json.loads(decoded)
     except RecursionError:
         raise ValueError(f"{location}: {NESTED}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(NOT_UTF8.format(location, error)) from None
     except ValueError as error:
-        if encoding := encoding_of(text):
-            raise ValueError(f"{location}: not UTF-8 but probably {encoding}") from None
         raise ValueError(
             f"{location}: not JSON in UTF-8: {error}. The file may be cut short; a file with one "
             "object per line must end in .jsonl"

@@ -331,9 +331,7 @@ def conversation_in(value: JSON, role: str) -> JSON:
     any other value is returned unchanged. A reply of `role` that is empty is kept; at the end of
     another text it stands for the generation prompt."""
     if isinstance(value, (list, tuple)) and value and all(map(is_exchange, value)):
-        texts = [text for each in value for text in (each["input"], each["output"])]
-        roles = ("user", "assistant") * len(value)
-        return [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+        return [m for each in value for m in exchange(each["input"], each["output"])]
     if not isinstance(value, str):
         return value
     if is_hh(value):

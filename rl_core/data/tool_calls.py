@@ -190,32 +190,23 @@ def allowed(schema: JSON, root: JSON = None, depth: int = 0) -> tuple[list[str],
     schema = resolved(schema, root)
     if not isinstance(schema, dict) or depth > MAX_REFS:
         return ["string"], None
-    rules: list[tuple[list[str], list | None]] = []
-    if "type" in schema:
-        kinds = schema["type"]
-        rules.append(([kinds] if isinstance(kinds, str) else list(kinds or ()), None))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, (list, tuple)):
-        rules.append(([json_type(value) for value in values], list(values)))
-    for key in ("anyOf", "oneOf"):
-        if options := [allowed(each, root, depth + 1) for each in schema.get(key) or ()]:
-            listed = [each for _, values in options for each in values or ()]
-            rules.append(([kind for types, _ in options for kind in types], listed or None))
+        return [json_type(value) for value in values], list(values)
+    if "type" in schema:
+        kinds = schema["type"]
+        return [kinds] if isinstance(kinds, str) else list(kinds or ()), None
+    if options := [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
+        read = [allowed(each, root, depth + 1) for each in options]
+        listed = [value for _, values in read for value in values or ()]
+        return [kind for types, _ in read for kind in types], listed or None
     for each in schema.get("allOf") or ():
         if is_typed(resolved(each, root)):
-            rules.append(allowed(each, root, depth + 1))
-    if not rules:
-        for key, kind in (("properties", "object"), ("items", "array")):
-            if key in schema:
-                return [kind], None
-        return ["string"], None
-    types = [kind for kind in rules[0][0] if all(fits(kind, more) for more, _ in rules[1:])]
-    listed = next((values for _, values in rules if values is not None), None)
-    return types or rules[0][0], listed
-
-
-def fits(kind: str, types: list[str]) -> bool:
-    return kind in types or (kind in ("integer", "number") and "number" in types)
+            return allowed(each, root, depth + 1)
+    for key, kind in (("properties", "object"), ("items", "array")):
+        if key in schema:
+            return [kind], None
+    return ["string"], None
 
 
 def is_typed(schema: JSON) -> bool:

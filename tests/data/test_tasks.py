@@ -182,6 +182,9 @@ NESTED = "objects and lists are nested deeper than 200 levels"
 NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
 
 
+ICONV = "[^;]*; convert the file by iconv -f ENCODING -t UTF-8"
+
+
 @pytest.mark.parametrize(
     "name, content, match",
     [
@@ -196,41 +199,9 @@ NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
             r"row 3 of .*x.jsonl: a row must be a JSON object, this is \[1\]",
         ),
         ("x.jsonl", b'{"a": 1}\nnull\n', r"row 2 of .*: a row must be a JSON object, this is null"),
-        (
-            "x.jsonl",
-            b'{"a": 1}\n{"a": "\xff"}\n',
-            r"row 2 of .*: not UTF-8 but probably Latin-1 or Windows-1252 \(byte 0xff at 7\)",
-        ),
-        (
-            "x.jsonl",
-            '{"a": "é"}'.encode("utf-16"),
-            "row 1 of .*: not UTF-8 but probably UTF-16: convert the file by iconv",
-        ),
-        (
-            "x.jsonl",
-            '{"a": 1}'.encode("utf-16-le"),
-            "row 1 of .*: not UTF-8 but probably UTF-16",
-        ),
-        (
-            "x.csv",
-            "prompt,answer\né,1\n".encode("latin-1"),
-            "x.csv: not UTF-8 but probably Latin-1 or Windows-1252",
-        ),
-        (
-            "x.csv",
-            "prompt,answer\né,1\n".encode("utf-16"),
-            "x.csv: not UTF-8 but probably UTF-16",
-        ),
-        (
-            "x.json",
-            '[{"a": "é"}]'.encode("utf-16"),
-            "x.json: not UTF-8 but probably UTF-16",
-        ),
-        (
-            "x.json",
-            '[{"a": "é"}]'.encode("latin-1"),
-            r"x.json: not UTF-8 but probably Latin-1.*iconv -f WINDOWS-1252 -t UTF-8",
-        ),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', f"row 2 of .*byte 0xff in position 7{ICONV}"),
+        ("x.json", '[{"a": "é"}]'.encode("utf-16"), f"x.json: {ICONV}"),
+        ("x.csv", "prompt,answer\né,1\n".encode("latin-1"), f"x.csv: {ICONV}"),
         (
             "x.jsonl",
             rb'{"a": "\ud83d\ude00"}' + b"\n" + rb'{"b": 1, "a": ["half \ud83d emoji"]}',

@@ -18,8 +18,8 @@ import numpy as np
 from rl_core.algorithms import make_algorithm
 from rl_core.config import Config
 from rl_core.data.column_names import RenamedColumns, check_columns_exist
-from rl_core.data.row_files import files_of, parse_rows
-from rl_core.data.rows import check_exists, data_folder, suffix_of
+from rl_core.data.row_files import files_of, parse_rows, source_and_split
+from rl_core.data.rows import data_folder, suffix_of
 from rl_core.data.tables import load_named, load_table, messages_as_written
 from rl_core.data.task_rows import TaskSource, make_task
 from rl_core.data.tasks.prompt_hook import MadePrompts
@@ -104,14 +104,10 @@ class JsonLinesStream:
 
 
 def open_stream(path: str, split: str) -> RowStream:
-    named, _, last = path.rpartition("@")
-    if named and "/" not in last and not Path(path).expanduser().exists():
-        path, split = named, last
+    path, split = source_and_split(path, split)
     files = files_of(path, split)
     if not files:
         return cast(RowStream, load_named(path, split, streaming=True))
-    for file in files:
-        check_exists(file)
     suffixes = {suffix_of(file) for file in files}
     if suffixes == {".jsonl"}:
         return JsonLinesStream(files)

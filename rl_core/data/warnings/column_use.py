@@ -59,19 +59,9 @@ class ColumnUse:
 
     @cached_property
     def named(self) -> NamedColumns:
-        from rl_core.data.warnings.unread_columns import NamedColumns, name_columns
+        from rl_core.data.warnings.unread_columns import name_columns
 
-        if not self.filled:
-            return NamedColumns()
-        return name_columns(
-            self.read,
-            self.filled,
-            self.of_messages,
-            self.of_hooks,
-            self.source,
-            self.env,
-            self.config.data.columns,
-        )
+        return name_columns(self)
 
 
 def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.data.context_columns import CONTEXT_COLUMNS, SYSTEM_COLUMNS
 from rl_core.data.image_columns import MARK, holds_image, holds_pixels
 from rl_core.data.image_parts import IMAGE_COLUMNS, SIDE_IMAGES, has_image
 from rl_core.data.messages import is_filled, text_of
-from rl_core.data.task_rows import CONVERSATIONS, PROMPT_COLUMNS, TaskSource
+from rl_core.data.task_rows import CONVERSATIONS, PROMPT_COLUMNS
 from rl_core.data.warnings.read_row import ReadRow
 from rl_core.data.warnings.row_remarks import ABOUT
-from rl_core.sampling.env import Env
 from rl_core.types import JSON, Message, Row
+
+if TYPE_CHECKING:
+    from rl_core.data.warnings.column_use import ColumnUse
 
 # Columns of prompts; other columns that a row's samples are made of hold labels.
 OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, *SIDE_IMAGES, "context"}
@@ -64,17 +67,11 @@ class NamedColumns:
     unread: list[str] = field(default_factory=list)
 
 
-def name_columns(
-    read: dict[str, None],
-    filled: dict[str, None],
-    of_messages: set[str],
-    of_hooks: set[str],
-    source: TaskSource,
-    env: Env | None,
-    columns: dict[str, str],
-) -> NamedColumns:
-    """The columns of prompts, of labels and unread ones, of those that are `read` and `filled`.
-    `of_messages`: columns that a form makes `messages` of. `columns`: --data.columns."""
+def name_columns(use: ColumnUse) -> NamedColumns:
+    """The columns of prompts, of labels and unread ones among the first rows of a data set."""
+    if not use.filled:
+        return NamedColumns()
+    source, columns, filled = use.source, use.config.data.columns, use.filled
     row = source.rows[source.kept[0]]
     hidden, renamed = [], set()
     if columns:
@@ -84,16 +81,16 @@ def name_columns(
         if isinstance(source.rows, RenamedColumns):
             hidden = [name for name in source.rows.hidden if name in source.rows.rows[0]]
     shown = {name: f"{name}={columns[name]}" for name in renamed & filled.keys()}
-    if env is None:
-        labels = [name for name in read if name not in OF_PROMPTS]
-        prompts = [name for name in read if name in OF_PROMPTS | of_messages]
+    if use.env is None:
+        labels = [name for name in use.read if name not in OF_PROMPTS]
+        prompts = [name for name in use.read if name in OF_PROMPTS | use.of_messages]
         # A column of conversations holds both.
         conversations = [name for name in prompts if name in PROMPT_COLUMNS]
         prompts, labels = prompts or labels, labels or conversations
     else:
-        takes_all = any(hook.takes_all for hook in env.hooks.values())
-        prompts = list(read)
-        labels = [name for name in filled if name in of_hooks or (takes_all and name not in read)]
+        takes_all = any(hook.takes_all for hook in use.env.hooks.values())
+        prompts = list(use.read)
+        labels = [n for n in filled if n in use.of_hooks or (takes_all and n not in use.read)]
     used = {*prompts, *labels} | renamed_columns(row | dict.fromkeys(hidden), columns)
     return NamedColumns(
         prompt=[shown.get(name, name) for name in prompts],
