@@ -147,7 +147,8 @@ class ImageFamily:
     @cached_property
     def bytes_per_token(self) -> float:
         """Bytes of an image's tensors in fp32 for each of its tokens."""
-        return num_bytes(self.tensors(self.blank)) / self.num_tokens(self.blank)
+        num_bytes = sum(tensor.nbytes for tensor in self.tensors(self.blank).values())
+        return num_bytes / self.num_tokens(self.blank)
 
     def rope_arguments(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Arguments of the model's get_rope_index(), if it has positions of three axes."""
@@ -166,25 +167,21 @@ class ImageFamily:
 class QwenVL(ImageFamily):
     """One token for each merged block of patches."""
 
+    counts_frames = False  # True if the processor's limits count a pixel once a frame.
+
     def limit_pixels(self, most: int) -> None:
         size = dict(self.processor.size)
-        size["longest_edge"] = min(most * self.num_frames, size["longest_edge"])
+        most *= self.processor.temporal_patch_size if self.counts_frames else 1
+        size["longest_edge"] = min(most, size["longest_edge"])
         size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
         self.processor.size = type(self.processor.size)(**size)
 
     def num_tokens(self, image: InputImage) -> int:
         return self.num_patches(image) // self.processor.merge_size**2
 
-    @property
-    def num_frames(self) -> int:
-        """Number of times that the processor's limits count a pixel."""
-        return 1
-
 
 class GlmV(QwenVL):
-    @property
-    def num_frames(self) -> int:
-        return self.processor.temporal_patch_size
+    counts_frames = True
 
 
 class Mistral3(ImageFamily):
@@ -495,39 +492,41 @@ REFUSED = {
 
 class PixelCache:
     """Tensors of images by key and dtype, computed in another thread. The least recently used are
-    dropped beyond PIXEL_CACHE_BYTES; those that wait for their first use hold at most a quarter of
-    that."""
+    dropped beyond `max_bytes`."""
 
     def __init__(self, family: ImageFamily, max_bytes: int = PIXEL_CACHE_BYTES):
         self.family, self.max_bytes = family, max_bytes
-        self.made: dict[Key, Future[dict[str, Tensor]]] = {}
-        # Bytes of the tensors that were used, the least recently used first, and their sum.
-        self.sizes: OrderedDict[Key, int] = OrderedDict()
-        self.total = 0
-        # Bytes of the tensors that nobody has used, and their sum.
-        self.waiting: dict[Key, float] = {}
-        self.total_waiting = 0.0
+        # Tensors and their expected bytes, the least recently used first, and the sum of these.
+        self.made: OrderedDict[Key, tuple[Future[dict[str, Tensor]], float]] = OrderedDict()
+        self.total = 0.0
         self.lock = Lock()  # A learner and an engine share the cache.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="pixels")
 
     def start(self, images: Iterable[InputImage], dtype: dtype | None = None) -> None:
-        """Begins to compute the tensors of images that are not in the cache."""
-        with self.lock:
-            for image in images:
-                if self.total_waiting > self.max_bytes / 4:
-                    break
-                self.future(image, dtype)
+        """Begins to compute the tensors of the first images, up to a quarter of the cache."""
+        size = 0.0
+        for image in images:
+            if size > self.max_bytes / 4:
+                break
+            size += self.future(image, dtype)[1]
 
-    def future(self, image: InputImage, dtype: dtype | None) -> Future[dict[str, Tensor]]:
-        """The tensors of an image, which are computed if they are not in the cache. The caller has
-        the lock."""
+    def future(
+        self, image: InputImage, dtype: dtype | None
+    ) -> tuple[Future[dict[str, Tensor]], float]:
+        """The tensors of an image, which are computed if they are not in the cache, and their
+        expected bytes."""
         key = image.key, dtype
-        if key not in self.made:
-            num_tokens = self.family.num_tokens(image)
-            self.waiting[key] = num_tokens * self.family.bytes_per_token
-            self.total_waiting += self.waiting[key]
-            self.made[key] = self.thread.submit(self.compute, image, dtype)
-        return self.made[key]
+        with self.lock:
+            if key not in self.made:
+                size = self.family.num_tokens(image) * self.family.bytes_per_token
+                size *= 1 if dtype is None else dtype.itemsize / 4
+                self.made[key] = self.thread.submit(self.compute, image, dtype), size
+                self.total += size
+            self.made.move_to_end(key)
+            while self.total > self.max_bytes and len(self.made) > 1:
+                _, (_, size) = self.made.popitem(last=False)
+                self.total -= size
+            return self.made[key]
 
     def compute(self, image: InputImage, dtype: dtype | None) -> dict[str, Tensor]:
         made = self.family.tensors(image)
@@ -542,30 +541,9 @@ class PixelCache:
         """Arguments of the model's forward for each of these images, floats in `dtype` or the
         processor's."""
         for number, image in enumerate(images):
-            key = image.key, dtype
-            with self.lock:
-                future = self.future(image, dtype)
+            future, _ = self.future(image, dtype)
             self.start(images[number + 1 :], dtype)
-            try:
-                tensors = future.result()
-            finally:
-                with self.lock:
-                    self.total_waiting -= self.waiting.pop(key, 0)
-            with self.lock:
-                self.use(key, future, num_bytes(tensors))
-            yield tensors
-
-    def use(self, key: Key, future: Future[dict[str, Tensor]], size: int) -> None:
-        """Notes that tensors were used, and drops others beyond the limit."""
-        if key not in self.sizes:
-            self.made[key] = future  # Another thread may have dropped it.
-            self.sizes[key] = size
-            self.total += size
-        self.sizes.move_to_end(key)
-        while self.total > self.max_bytes:
-            oldest, size = self.sizes.popitem(last=False)
-            self.total -= size
-            del self.made[oldest]
+            yield future.result()
 
     def joined(
         self,
@@ -576,10 +554,6 @@ class PixelCache:
         """Arguments of the model's forward for all of these images, in their order."""
         made = self.family.joined(list(self.each(images, dtype)))
         return {name: tensor.to(device) for name, tensor in made.items()}
-
-
-def num_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def make_family(config: PretrainedConfig, path: str, max_pixels: int | None) -> ImageFamily | str:

@@ -26,8 +26,8 @@ IN_MEMORY_BYTES = 64 << 20
 # Deepest nesting of objects and lists in a row, because code that reads rows recurses.
 MAX_NESTING = 200
 NOT_UTF8 = (
-    "{}: {}; convert the file by iconv -f ENCODING -t UTF-8 FILE > NEW, from WINDOWS-1252 or UTF-16, "
-    "say"
+    "{}: {}; convert the file by iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
+    "WINDOWS-1252 or UTF-16, say"
 )
 NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 
