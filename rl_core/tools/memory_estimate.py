@@ -314,6 +314,7 @@ def facts(plan: Plan) -> JSONObject:
     bytes on one rank."""
     from rl_core.data.tasks.row_lengths import left_out
     from rl_core.data.warnings.column_use import column_use
+    from rl_core.data.warnings.unread_columns import name_columns
     from rl_core.models.loading import compute_dtype
 
     config, mesh = plan.config, plan.mesh
@@ -350,7 +351,7 @@ def facts(plan: Plan) -> JSONObject:
     columns = {}
     for name, source in sources.items():
         use = column_use(config, source, plan.envs.get(source.env))
-        columns[name] = asdict(use.named)
+        columns[name] = asdict(name_columns(use))
     return {
         "train_rows": num_rows or "streamed",
         "eval_rows": sum(map(len, plan.eval.values())),

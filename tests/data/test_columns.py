@@ -15,6 +15,7 @@ from rl_core.data.task_rows import TaskSource, make_task, read_row
 from rl_core.data.tasks.sources import train_tasks
 from rl_core.data.warnings.column_use import column_use, read_messages
 from rl_core.data.warnings.data_warnings import data_warnings
+from rl_core.data.warnings.unread_columns import name_columns
 from rl_core.engines.scripted import PLAIN_TEMPLATE, plain_chat
 from rl_core.environments.env_file import load_env
 
@@ -123,7 +124,8 @@ OTHER_FORMS = {
 def test_columns_of_other_forms_are_those_of_the_file(name):
     algorithm, row, *expected = OTHER_FORMS[name]
     use = column_use(Config(algorithm=algorithm, tasks_per_step=1), source_of([row]), None)
-    columns = (sorted(use.named.prompt), sorted(use.named.label), use.named.unread)
+    named = name_columns(use)
+    columns = (sorted(named.prompt), sorted(named.label), named.unread)
     assert columns == tuple(map(str.split, expected))
 
 
@@ -137,9 +139,10 @@ def test_images_of_a_row_belong_to_its_prompt(algorithm, column, env):
         row = {"messages": [{"role": "user", "content": content}, TALK[1]]}
     config = Config(algorithm=algorithm, tasks_per_step=1)
     use = column_use(config, source_of([row]), env if algorithm == "grpo" else None)
-    assert use.named.prompt == [name for name in row if name != "response"]
+    named = name_columns(use)
+    assert named.prompt == [name for name in row if name != "response"]
     replies = ["messages"] if column == "messages" else ["response"]
-    assert use.named.label == (replies if algorithm == "sft" else [])
+    assert named.label == (replies if algorithm == "sft" else [])
 
 
 @pytest.mark.parametrize(
@@ -287,7 +290,8 @@ def test_rows_as_published_keep_their_instructions(name, algorithm, env):
         replies = [column for column in label.split() if column not in prompt.split()]
         label = "answer" if "answer" in row else ""
         unread = " ".join(column for column in row if column in replies + unread.split())
-    assert (use.named.prompt, use.named.label, use.named.unread) == tuple(
+    named = name_columns(use)
+    assert (named.prompt, named.label, named.unread) == tuple(
         map(str.split, (prompt, label, unread))
     )
     lines = [line for line in warnings_of(config, env, source, source) if "column " in line]
@@ -571,8 +575,9 @@ def test_a_nested_column_is_named_with_its_path(env):
     config = Config(algorithm="grpo", tasks_per_step=1)
     config.data.columns = columns
     use = column_use(config, source_of(RenamedColumns([VERL], columns), files=[("x", 1)]), env)
-    assert (use.named.prompt, use.named.label) == (["prompt"], ["answer=reward_model.ground_truth"])
-    assert use.named.unread == ["ability"]
+    named = name_columns(use)
+    assert (named.prompt, named.label) == (["prompt"], ["answer=reward_model.ground_truth"])
+    assert named.unread == ["ability"]
 
 
 def test_rows_of_load_tasks_are_renamed_as_those_of_a_file_are(tmp_path):

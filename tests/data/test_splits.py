@@ -310,7 +310,7 @@ def test_environments_without_training_rows_alone_are_refused(tiny_model, tmp_pa
         (tmp_path / f"{name}.py").write_text(code)
     aime, none = (str(tmp_path / f"{name}.py") for name in files)
     for paths, says in {
-        aime: r"--data.train is missing: .*; load_tasks\('train'\) of .* returns no rows",
+        aime: r"--data.train is missing: .*; load_tasks\('train'\) of .* gives no rows",
         f"{aime},{none}": r"--envs.none.train is missing: ",
         f"{aime},{aime.replace('aime', 'b')}": "no environment has training rows",
     }.items():

@@ -112,16 +112,11 @@ def left_out(config: Config, sources: Iterable[TaskSource]) -> str:
     num_left = num_rows - sum(map(len, sources))
     if not num_left:
         return ""
-    return f" ({num_left:,} of {num_rows:,} were left out: {reasons(config, sources, num_left)})"
-
-
-def reasons(config: Config, sources: list[TaskSource], num_left: int) -> str:
     counts: Counter[str] = sum((source.left_out for source in sources), Counter())
+    reasons = "too long"
     if counts:
         counts["too long"] = num_left - counts.total()
-        named = ", ".join(f"{reason} {count:,}" for reason, count in counts.items() if count)
-        return named
-    reason = "too long"
-    if config.algorithm == "sft" and not config.sft.weights[0]:
-        reason += ", or nothing to train in them"
-    return reason
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.items() if count)
+    elif config.algorithm == "sft" and not config.sft.weights[0]:
+        reasons += ", or nothing to train in them"
+    return f" ({num_left:,} of {num_rows:,} were left out: {reasons})"

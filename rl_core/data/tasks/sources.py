@@ -39,9 +39,8 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
             if len(names) > 1 and held_out(name):
                 continue
             flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
-            raise ValueError(
-                f"{flag} is missing: a file or `datasets` name{without_rows(envs.get(name))}"
-            )
+            other = f"; load_tasks('train') of {envs[name].path} gives no rows" if envs else ""
+            raise ValueError(f"{flag} is missing: a file or `datasets` name{other}")
         sources.append(source)
         weights.append(section.weight)
     return sources[0] if len(sources) == 1 else mixed_tasks(config, sources, weights)
@@ -76,15 +75,6 @@ def naming_recipes(source: str) -> Iterator[None]:
         if not hints:
             raise
         raise ValueError(f"{error}. The command for this set: {', '.join(hints)}") from error
-
-
-def without_rows(env: Env | None) -> str:
-    """The end of an error message: the reason why an environment has no training rows."""
-    if env is None:
-        return ""
-    if env.load_tasks is None:
-        return f"; {env.path} has no load_tasks"
-    return f"; load_tasks('train') of {env.path} returns no rows"
 
 
 def eval_tasks(

@@ -1,12 +1,10 @@
-"""The columns from which prompts and labels of a data set are made, and remarks on its rows."""
+"""Finds the use of columns in the first rows of a data set, and remarks on these rows."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
@@ -22,46 +20,12 @@ from rl_core.data.task_rows import (
     row_variables,
     with_loaded_images,
 )
-from rl_core.data.warnings.read_row import ReadRow
+from rl_core.data.warnings.read_row import ColumnUse, ReadRow
 from rl_core.data.warnings.template_marks import mark_remarks, template_marks
 from rl_core.sampling.env import Env
 from rl_core.types import Message, Row
 
-if TYPE_CHECKING:
-    from rl_core.data.warnings.unread_columns import NamedColumns
-
 NUM_ROWS = 200  # The first rows of each data set are checked.
-
-
-@dataclass(kw_only=True)
-class ColumnUse:
-    """The use of columns in the first rows of a data set."""
-
-    config: Config
-    source: TaskSource
-    env: Env | None
-    of_hooks: set[str]  # Columns that hooks name.
-    num_rows: int = 0
-    read: dict[str, None] = field(default_factory=dict)
-    filled: dict[str, None] = field(default_factory=dict)
-    of_messages: set[str] = field(default_factory=set)  # Columns that a form makes `messages` of.
-    # Number of rows by unread column that may be part of their prompt.
-    lost: Counter[str] = field(default_factory=Counter)
-    nested: set[str] = field(default_factory=set)  # Lost columns of lists or objects.
-    # Number of rows by another unread column of long texts or lists, and by key of an assistant's
-    # message that neither rl_core nor the chat template reads.
-    long: Counter[str] = field(default_factory=Counter)
-    keys: Counter[str] = field(default_factory=Counter)
-    equal: int = 0  # Number of rows whose prompt is the most frequent one, but for RL.
-    equal_prompt: str = ""
-    # Numbers of the rows, from 0, by remark on their messages.
-    remarks: dict[str, list[int]] = field(default_factory=dict)
-
-    @cached_property
-    def named(self) -> NamedColumns:
-        from rl_core.data.warnings.unread_columns import name_columns
-
-        return name_columns(self)
 
 
 def read_messages(config: Config, row: Row, notes: list[str]) -> list[Message]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from rl_core.config import Config
 from rl_core.data.context_columns import CONTEXT_COLUMNS, SYSTEM_COLUMNS
@@ -13,12 +12,9 @@ from rl_core.data.image_columns import MARK, holds_image, holds_pixels
 from rl_core.data.image_parts import IMAGE_COLUMNS, SIDE_IMAGES, has_image
 from rl_core.data.messages import is_filled, text_of
 from rl_core.data.task_rows import CONVERSATIONS, PROMPT_COLUMNS
-from rl_core.data.warnings.read_row import ReadRow
+from rl_core.data.warnings.read_row import ColumnUse, ReadRow
 from rl_core.data.warnings.row_remarks import ABOUT
 from rl_core.types import JSON, Message, Row
-
-if TYPE_CHECKING:
-    from rl_core.data.warnings.column_use import ColumnUse
 
 # Columns of prompts; other columns that a row's samples are made of hold labels.
 OF_PROMPTS = {*PROMPT_COLUMNS, *CONTEXT_COLUMNS, *IMAGE_COLUMNS, *SIDE_IMAGES, "context"}
