@@ -108,9 +108,11 @@ def is_table(kind: object) -> bool:
 def from_text(text: str, kind: object) -> object:
     """The list, pair or table that is written as YAML or without brackets: 0.9,0.95 and
     temperature=0.6,top_p=0.95. Returns the text itself for other types and for other text."""
+    return from_brackets(text, kind) if get_origin(kind) in BRACKETS else text
+
+
+def from_brackets(text: str, kind: object) -> object:
     origin = get_origin(kind)
-    if origin not in BRACKETS:
-        return text
     left, right = BRACKETS[origin]
     if not text.startswith(left):
         pairs = text.replace("=", ": ") if origin is dict else text

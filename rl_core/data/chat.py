@@ -122,8 +122,9 @@ class Chat:
 
     def with_variables(self, variables: JSONObject) -> Chat:
         """This chat with further variables of its template, such as a row's."""
-        if not variables:
-            return self
+        return self._variant(variables) if variables else self
+
+    def _variant(self, variables: JSONObject) -> Chat:
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._variants:
             if len(self._variants) >= MAX_VARIANTS:

@@ -81,7 +81,6 @@ class Learner:
                 outputs = extension.outputs(self.policy, batch) or outputs
             return self.policy(batch, self.temperature, self.adapter, outputs)
 
-    @torch.no_grad()
     def annotate(self, minibatches: list[Minibatch]) -> Metrics:
         """Fills in old logprobs, where a batch is used for more than one update (the first update's
         ratio is 1 by definition), and calls annotate() of the extensions: reference logprobs,
@@ -89,18 +88,11 @@ class Learner:
         is_reused = self.algorithm.is_rl and self.updates_per_step > 1
         if not is_reused and not self.extensions:
             return {}
-        from rl_core.learning.no_grad_batches import joined_batches, num_joined
+        from rl_core.learning.no_grad_batches import annotate, num_joined
 
         num = num_joined(self.config.learner, self.policy, self.ranks.mesh.tp)
-        separate = [batch for minibatch in minibatches for batch in minibatch.batches]
-        metrics: Metrics = {}
-        with joined_batches(separate, num) as batches:
-            if is_reused:
-                for batch in batches:
-                    batch.old_logprobs = self.forward(batch)[0]
-            for extension in self.extensions:
-                metrics |= extension.annotate(batches)
-        return metrics
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches]
+        return annotate(batches, num, self.forward if is_reused else None, self.extensions)
 
     def step(self, minibatches: list[Minibatch], step: int) -> Metrics:
         """One optimizer step per minibatch and epoch, until the KL to the policy at the start of

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from rl_core.config import LearnerConfig
 from rl_core.learning.activation_memory import activation_bytes, around_blocks, block_bytes, widths
+from rl_core.learning.learner_extension import LearnerExtension, Metrics
 from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 
@@ -30,6 +31,25 @@ def num_joined(settings: LearnerConfig, policy: Policy, tp: int) -> int:
     size = widths(policy.hf.config.get_text_config())
     with_gradient = activation_bytes(size, w, tp, settings.activations == "recompute")
     return max(1, int(with_gradient / (block_bytes(size, w, tp) + around_blocks(size, w))))
+
+
+@torch.no_grad()
+def annotate(
+    batches: Sequence[PackedBatch],
+    num: int,
+    forward: Callable[[PackedBatch], tuple[Tensor, ...]] | None,
+    extensions: Iterable[LearnerExtension],
+) -> Metrics:
+    """Fills in old logprobs by `forward`, if given, and calls annotate() of the extensions, with
+    `num` batches joined. Returns the metrics of the extensions."""
+    metrics: Metrics = {}
+    with joined_batches(batches, num) as joined:
+        if forward is not None:
+            for batch in joined:
+                batch.old_logprobs = forward(batch)[0]
+        for extension in extensions:
+            metrics |= extension.annotate(joined)
+    return metrics
 
 
 @contextmanager

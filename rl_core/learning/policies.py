@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from rl_core.models.policy import PackedForward, Policy, blocks_of, freeze_parts
 
 if TYPE_CHECKING:
     from rl_core.data.image_families import ImageFamily
+
 
 # An adapter's settings and its seed.
 Adapter = tuple[LoraConfig, int]
@@ -56,21 +56,10 @@ def make_policy(
     trains_no_weight = is_frozen or (adapters and dtype == checkpoint_dtype)
     dtype_held = dtype if trains_no_weight else torch.float32
     make, quantized = Policy, {}
-    if adapters:
-        from rl_core.learning import lora
+    if adapters or ranks.mesh.tp > 1:
+        from rl_core.learning.policy_classes import choose_class
 
-        parts = split(learner.train) or lora.LANGUAGE
-        policy_class = lora.AdapterPolicy
-        if ranks.mesh.tp > 1:
-            from rl_core.learning.tensor_parallel_lora import TensorParallelAdapterPolicy
-
-            policy_class = TensorParallelAdapterPolicy
-        make = partial(policy_class, adapters, path, is_served, parts)
-        quantized = lora.quantization(adapters, dtype, ranks.device)
-    elif ranks.mesh.tp > 1:
-        from rl_core.models.parallel.tensor_parallel import TensorParallelPolicy
-
-        make = TensorParallelPolicy
+        make, quantized = choose_class(path, dtype, ranks, learner, adapters, is_served)
     weights = {}
     if is_split and not quantized:
         from rl_core.models.parallel import fsdp

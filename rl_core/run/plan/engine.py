@@ -46,7 +46,8 @@ def choose_engine(
         this_device(config.device)
     check_options(config)
     if config.is_rl:
-        config = with_top_k(config)
+        if any(map(config.limits_ids, config.trained)):
+            config = with_top_k(config)
         rank_groups = rank_groups_of(config, num_ranks)
         check_engines(config, engine_classes(config, engine), num_ranks, is_planned, rank_groups)
     return config

@@ -124,9 +124,9 @@ def make_plan(
         plan.eval = eval_tasks(config, envs, held_out)
     with naming_turns(envs):
         plan.chats, plan.endpoints = make_chats(config, custom)
-    if config.is_rl:
+    if config.is_rl and any(env.tools for env in envs.values()):
         run_checks.check_tools(config, envs, plan.chats)
-    else:
+    if not config.is_rl:
         from rl_core.data.tasks.sft_dataset import SFTDataset
 
         plan.sft_dataset = SFTDataset(config, plan.chats[config.trained[0]])
