@@ -20,7 +20,8 @@ from rl_core.data.messages import (
     shorten,
     text_of,
 )
-from rl_core.data.thoughts import MARKS, leading_thoughts
+from rl_core.data.thought_marks import MARKS
+from rl_core.data.thoughts import leading_thoughts
 from rl_core.types import JSON, JSONObject, Message
 
 # Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.

@@ -28,7 +28,8 @@ from rl_core.data.task_rows import (
     with_opening,
     with_prefix_mark,
 )
-from rl_core.data.thoughts import MARKS, THOUGHT_MARK, leading_thoughts, open_mark
+from rl_core.data.thought_marks import MARKS, open_mark
+from rl_core.data.thoughts import THOUGHT_MARK, leading_thoughts
 from rl_core.data.token_stream import TokenStream, text_after
 from rl_core.errors import needs_column
 from rl_core.types import Completion, InputImage, Message, Row, TrainingSample, Turn

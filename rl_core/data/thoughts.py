@@ -1,20 +1,12 @@
-"""Marks around a model's thoughts: `<think>` and its counterparts in other families."""
+"""Thoughts in a model's text, between the marks of its family."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-TAGS = ("think", "thinking", "thought", "thoughts", "reason", "reasoning", "seed:think")
-# Opening mark -> closing mark.
-MARKS = {f"<{tag}>": f"</{tag}>" for tag in TAGS} | {
-    "[THINK]": "[/THINK]",  # Magistral
-    "<|START_THINKING|>": "<|END_THINKING|>",  # Command A
-    "<|channel>thought": "<channel|>",  # Gemma 4
-    "◁think▷": "◁/think▷",  # Kimi
-    "<|begin_of_thought|>": "<|end_of_thought|>",
-    "<|inner_prefix|>": "<|inner_suffix|>",  # Apertus
-}
+from rl_core.data.thought_marks import MARKS, closing_at, open_mark
+
 THOUGHT_MARK = re.compile("|".join(re.escape(mark) for pair in MARKS.items() for mark in pair))
 # gpt-oss writes thoughts as messages of the analysis channel; a recipient may precede its name.
 ANALYSIS = (
@@ -24,18 +16,6 @@ ANALYSIS = (
 # An opening mark; `line` matches if it begins a line or stands behind another mark.
 OPENING = r"(?P<line>(?:\A|(?<=[\n>\]]))[ \t]*)?(?<![`'\"])"
 OPENING += rf"(?P<mark>{'|'.join(map(re.escape, MARKS))})"
-
-
-# Characters around a mark that a text quotes.
-QUOTES = {"''", '""', "``", "“”", "‘’"}
-
-
-def closing_at(text: str, mark: str, start: int = 0) -> int:
-    """Index of the first closing mark from `start` that is not in quotes; -1 without one."""
-    at = text.find(mark, start)
-    while at > 0 and text[at - 1] + text[at + len(mark) : at + len(mark) + 1] in QUOTES:
-        at = text.find(mark, at + 1)
-    return at
 
 
 def thought_spans(
@@ -81,20 +61,6 @@ def without_thoughts(text: str) -> str:
             if thoughts.endswith(closed) and thoughts.count(mark) == 1
         }
     return text if answer == text else answer.lstrip("\n")
-
-
-def open_mark(prompt: str) -> str | None:
-    """The opening mark that a prompt ends in, or None. A reply to such a prompt begins with
-    thoughts."""
-    prompt = prompt.rstrip()
-    return next((mark for mark in MARKS if prompt.endswith(mark)), None)
-
-
-def unclosed_mark(prompt: str, reply: str) -> str:
-    """The opening mark, as a line, of thoughts that `prompt` opens and `reply` does not close;
-    otherwise ""."""
-    mark = open_mark(prompt)
-    return f"{mark}\n" if mark and closing_at(reply, MARKS[mark]) < 0 else ""
 
 
 def leading_thoughts(text: str, prompt: str = "") -> int:

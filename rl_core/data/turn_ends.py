@@ -34,9 +34,7 @@ class TurnEnds:
         within = self._within_turn(user, reply)
         self.all = {*last, *middle}
         middle = [end for end in middle if end not in within]
-        self.call = self.reply
-        if re.search("tool|json|items", str(tokenizer.chat_template)):  # It may render calls.
-            self.call = self._call_end(user, {eos, self.reply, *middle})
+        self.call = self._call_end(user, {eos, self.reply, *middle})
         # The end token of a reply comes last.
         others = dict.fromkeys([self.call, *middle])
         self.stops = [*(end for end in others if end not in (None, self.reply)), self.reply]

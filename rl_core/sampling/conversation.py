@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from rl_core.data.canonical_messages import canonical_messages
 from rl_core.data.chat import Chat
 from rl_core.data.messages import shorten, without_prefix
-from rl_core.data.thoughts import unclosed_mark, without_thoughts
+from rl_core.data.thought_marks import unclosed_mark
 from rl_core.data.token_stream import TokenStream
 from rl_core.sampling.engine import Engine
 from rl_core.sampling.reward_parts import NOT_APPLIED, env_metrics, reward_values
@@ -122,6 +122,8 @@ class Conversation:
     @property
     def answer(self) -> str:
         """The text without thoughts."""
+        from rl_core.data.thoughts import without_thoughts
+
         return without_thoughts(self.opening + self.text)
 
     @property

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kit import ROOT
 
-from rl_core.data.thoughts import MARKS
+from rl_core.data.thought_marks import MARKS
 from rl_core.rewards import maths
 from rl_core.rewards.math_answers import is_equal
 
