@@ -7,40 +7,30 @@ that stands in a message, and `encode` reads the text before and behind a mark a
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from rl_core.data.messages import text_of, without_prefix
-from rl_core.data.pretrained import Tokenizer, load_pretrained
+from rl_core.data.pretrained import Tokenizer
 from rl_core.data.rendering import PROBE, Rendering, ShapeCheck
-from rl_core.data.rows import check_exists
 from rl_core.data.template import Template
+from rl_core.data.token_marks import MARK, TokenMarks, unmarked
 from rl_core.data.turn_ends import TurnEnds
-from rl_core.data.vision_models import load_family
 from rl_core.types import JSON, Completion, InputImage, JSONObject, Message
 
 if TYPE_CHECKING:
     from rl_core.data.image_families import ImageFamily
     from rl_core.data.tokenizer_facts import TokenizerFacts
 
-# Unicode keeps it for internal use: templates and tokenizers have no rule for it.
-MARK = "\ufdd0"
 # Longer texts are encoded in a thread, and only if they may fit: a tokenizer encodes about half a
 # megabyte per second.
 LONG_CHARS = 1 << 14
 # Limit of cached chats with other variables.
 MAX_VARIANTS = 64
-# Values of "role" and "type" that templates compare, or put into a token's name.
-_ROLES = ("system", "developer", "user", "assistant", "model", "chatbot", "tool", "ipython")
-_PARTS = ("text", "image", "image_url", "video", "audio", "thinking", "reasoning", "refusal")
-_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
-_KNOWN = (*_ROLES, *_PARTS, *_TYPES, "function", "tool_call", "tool_response")
 
 
 class ToolReader(Protocol):
@@ -67,13 +57,6 @@ class ToolReader(Protocol):
 
 class TooLongError(ValueError):
     """A prompt with more tokens than fit."""
-
-
-class ImageLimits(Protocol):
-    """The limits of images in config/data.py."""
-
-    max_image_pixels: int | None
-    max_images: int | None
 
 
 class Chat:
@@ -112,9 +95,9 @@ class Chat:
                 self.special_ids[token.content] = i
         special = sorted(self.special_ids, key=len, reverse=True)
         self.special_token = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        # A message, or a part of one, in which `encode` makes no string a special token.
+        self.marked = TokenMarks(self.special_token).marked
         self._newline_ids = tokenizer.encode("\n", add_special_tokens=False)
-        # Every turn renders a conversation's messages again.
-        self._mark_text = lru_cache(512)(self._mark_text)
         # The last arguments of first_prompt() and its result.
         self.first_asked, self.first_answer = None, ("", [])
         self.shapes = ShapeCheck()
@@ -251,25 +234,6 @@ class Chat:
                 return ids[len(self._newline_ids) :]
         return self.tokenizer.encode(text, add_special_tokens=False, **options)
 
-    def marked(self, value: JSON) -> JSON:
-        """A message, or a part of one, in which `encode` makes no string a special token."""
-        if isinstance(value, str):
-            return self._mark_text(value)
-        if isinstance(value, dict):
-            marked = {}
-            for key, item in value.items():
-                is_known = key in ("role", "type") and item in _KNOWN
-                # Templates read the keys that are plain names.
-                name = key if str(key).isidentifier() else self.marked(key)
-                marked[name] = item if is_known else self.marked(item)
-            return marked
-        if isinstance(value, (list, tuple)):
-            return [self.marked(v) for v in value]
-        return value
-
-    def _mark_text(self, text: str) -> str:
-        return self.special_token.sub(lambda m: m[0][0] + MARK + self._mark_text(m[0][1:]), text)
-
     def prompt_ids(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
@@ -325,38 +289,6 @@ class Chat:
         return self.encode(suffix, continues=True)
 
 
-def load_chat(
-    path: str,
-    chat_template: str | None = None,
-    variables: JSONObject | None = None,
-    tool_reader: Callable[[Chat], ToolReader] | None = None,
-    limits: ImageLimits | None = None,
-) -> Chat:
-    """The tokenizer at path (a folder or a hub name); chat_template is a file's path, or the
-    template itself."""
-    from transformers import AutoTokenizer  # seconds to import, which --help need not wait for
-
-    if chat_template is not None and "{" not in chat_template:
-        check_exists(Path(chat_template))
-        chat_template = Path(chat_template).read_text(encoding="utf-8")
-    tokenizer = load_pretrained(AutoTokenizer, path)
-    copy = "copy the tokenizer's files of the model that it was made from into the folder"
-    if not (chat_template or tokenizer.chat_template):
-        raise ValueError(
-            f"model {path} has no chat template: {copy}, or give one with "
-            "--actors.NAME.chat_template FILE"
-        )
-    # For some families transformers makes a tokenizer from nothing.
-    if set(tokenizer.get_vocab().values()) <= tokenizer.added_tokens_decoder.keys():
-        raise ValueError(
-            f"model {path} has no tokenizer, such as tokenizer.json, but special tokens: {copy}"
-        )
-    vision = load_family(path, None if limits is None else limits.max_image_pixels)
-    chat = Chat(tokenizer, chat_template, variables, tool_reader, vision)
-    chat.max_images = None if limits is None else limits.max_images
-    return chat
-
-
 def num_chars(value: JSON) -> int:
     """Number of characters of all strings and keys in a JSON value."""
     if isinstance(value, str):
@@ -364,15 +296,3 @@ def num_chars(value: JSON) -> int:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     return sum(map(num_chars, value)) if isinstance(value, list) else 1
-
-
-def unmarked(text: str) -> str:
-    """The rendering without marks."""
-    return text.replace(MARK, "")
-
-
-@lru_cache(8)
-def fingerprint(chat: Chat) -> str:
-    """A hash that is equal for two chats with the same vocabulary and template."""
-    known = [sorted(chat.tokenizer.get_vocab().items()), chat.chat_template]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from rl_core.data.chat import Chat, fingerprint, unmarked
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import fingerprint
 from rl_core.data.messages import TRAIN_KEYS, as_context, read_flag, shorten, text_of
 from rl_core.data.rendering import PROBE, Rendering
 from rl_core.data.rows import is_trajectory
@@ -30,6 +31,7 @@ from rl_core.data.task_rows import (
 )
 from rl_core.data.thought_marks import MARKS, open_mark
 from rl_core.data.thoughts import THOUGHT_MARK, leading_thoughts
+from rl_core.data.token_marks import unmarked
 from rl_core.data.token_stream import TokenStream, text_after
 from rl_core.errors import needs_column
 from rl_core.types import Completion, InputImage, Message, Row, TrainingSample, Turn

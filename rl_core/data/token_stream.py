@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 
-from rl_core.data.chat import LONG_CHARS, MARK, Chat, num_chars
+from rl_core.data.chat import LONG_CHARS, Chat, num_chars
 from rl_core.data.messages import without_prefix
+from rl_core.data.token_marks import MARK
 from rl_core.types import Completion, Message, Turn
 
 

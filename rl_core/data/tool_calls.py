@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Sequence
 
-from rl_core.data.chat import Chat, unmarked
+from rl_core.data.chat import Chat
 from rl_core.data.messages import without_prefix
 from rl_core.data.sft_samples import rendered_turn, said_text, shared_length, split_end
 from rl_core.data.thoughts import leading_thoughts, thought_spans
+from rl_core.data.token_marks import unmarked
 from rl_core.data.token_stream import text_after
 from rl_core.json_limits import check_value
 from rl_core.types import JSON, Completion, JSONObject, Message

@@ -28,7 +28,7 @@ import aiohttp
 from aiohttp import web
 
 from rl_core.data.canonical_messages import canonical_messages, canonical_tools
-from rl_core.data.chat import load_chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.pretrained import load_pretrained
 from rl_core.errors import keep_ends
 from rl_core.http_guard import MAX_LOCAL_STRANGERS, HttpServer, read_json

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def check(path: str, options: argparse.Namespace) -> JSONObject:
     """Prints the report on one environment and returns it as data."""
-    from rl_core.data.chat import load_chat
+    from rl_core.data.chat_loading import load_chat
     from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import plain_chat
     from rl_core.environments.env_file import load_env

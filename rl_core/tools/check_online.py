@@ -37,7 +37,7 @@ async def unjudged(*_: object) -> None:
 
 async def serve(options) -> None:
     """Until it is cancelled."""
-    from rl_core.data.chat import load_chat
+    from rl_core.data.chat_loading import load_chat
     from rl_core.data.tool_calls import ToolCalls
     from rl_core.engines.scripted import ScriptedActor, plain_chat
     from rl_core.environments.agents.online import OnlineServer

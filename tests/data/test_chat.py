@@ -11,12 +11,14 @@ import pytest
 from kit import prompts_of
 
 from rl_core.config import Config
-from rl_core.data.chat import LONG_CHARS, Chat, load_chat, unmarked
+from rl_core.data.chat import LONG_CHARS, Chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.chat_threads import prepare
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.sft_samples import sft_samples, sft_turns, shared_length
 from rl_core.data.task_rows import TaskSource
 from rl_core.data.template_variables import check_variables
+from rl_core.data.token_marks import unmarked
 from rl_core.data.token_stream import TokenStream
 from rl_core.data.tool_calls import ToolCalls
 from rl_core.data.warnings.column_use import column_use

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rl_core.data.chat import load_chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.models.loading import load_hf_model, load_model_config
 from rl_core.models.policy import end_token_ids
 from rl_core.rewards.reward_model import RewardModel

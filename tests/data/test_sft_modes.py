@@ -14,7 +14,8 @@ from kit import SORT, gradient, load_rows, make_learner, trajectories
 from test_chat import CHATML, chat_of, every_template, make_tokenizer, user, words
 from transformers import AutoModelForCausalLM
 
-from rl_core.data.chat import Chat, fingerprint, load_chat
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import fingerprint, load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.sft_samples import sft_samples, sft_turns
 from rl_core.learning.learner import Learner

@@ -13,7 +13,8 @@ from kit import run, trajectories, words
 from make_tiny_model import bpe_tokenizer, make_tiny_model
 
 from rl_core.config import Config, parse_config
-from rl_core.data.chat import Chat, load_chat
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.task_rows import TaskSource
 from rl_core.data.tasks.eval_sets import named_sets
 from rl_core.data.warnings.data_warnings import data_warnings

@@ -37,7 +37,8 @@ from transformers.processing_utils import ProcessorMixin
 
 from rl_core.config import parse_config
 from rl_core.data.canonical_messages import canonical_messages
-from rl_core.data.chat import Chat, load_chat
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.image_columns import with_images
 from rl_core.data.images import read_image
 from rl_core.data.preference_pairs import scored_pair

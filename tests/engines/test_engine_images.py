@@ -16,7 +16,7 @@ from test_embedded_images import folder as folder
 from test_engine_contract import KINDS, SERVED, spec_of
 from transformers import AutoModelForImageTextToText
 
-from rl_core.data.chat import load_chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.data.token_stream import TokenStream
 from rl_core.types import SamplingParams

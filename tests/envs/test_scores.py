@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from test_preference import flags_of, says, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rl_core.data.chat import load_chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.data.preference_pairs import scored_pair
 from rl_core.learning.policies import make_policy

@@ -17,7 +17,8 @@ from test_chat import CHATML, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_core.config import PreferenceConfig
-from rl_core.data.chat import Chat, load_chat
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.packing import pack_samples
 from rl_core.data.preference_pairs import (
     PAIR,

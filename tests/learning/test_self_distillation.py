@@ -19,7 +19,7 @@ from oracle import logprobs
 from transformers import AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.data.chat import load_chat
+from rl_core.data.chat_loading import load_chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.teachers.self_distill import as_teacher_reads, taught_samples
 from rl_core.run.plan.environments import load_envs

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 
-from rl_core.data.chat import Chat, unmarked
+from rl_core.data.chat import Chat
 from rl_core.data.messages import text_of
 from rl_core.data.rendering import PROBE
 from rl_core.data.thought_marks import MARKS
+from rl_core.data.token_marks import unmarked
 from rl_core.types import Message
 
 BETWEEN_MARKS = re.compile(r"(?<=[>\]])(?=[<\[])")

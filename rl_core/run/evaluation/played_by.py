@@ -12,7 +12,8 @@ import xxhash
 import yaml
 
 from rl_core.config import Config
-from rl_core.data.chat import Chat, fingerprint
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import fingerprint
 from rl_core.data.rows import write_whole
 from rl_core.run.saving.checkpoint import facts_of
 from rl_core.run.saving.resumed_config import read_config

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_core.config import ActorConfig, AlgoConfig, Config, CriticConfig
-from rl_core.data.chat import Chat, ToolReader, load_chat
+from rl_core.data.chat import Chat, ToolReader
+from rl_core.data.chat_loading import load_chat
 from rl_core.run.plan.model_configs import check_kernels, check_positions, read_config
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from rl_core.config import (
     Config,
     to_yaml,
 )
-from rl_core.data.chat import Chat, fingerprint
+from rl_core.data.chat import Chat
+from rl_core.data.chat_loading import fingerprint
 from rl_core.data.image_parts import with_stored_images
 from rl_core.data.rows import END, TOKENIZERS, write_whole
 from rl_core.plugin import Plugin, RunState
