@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -291,7 +291,7 @@ class Learner:
         """This learner and those of its extensions. Checkpoints keep each by name."""
         learners: list[Learner] = [self]
         for extension in self.extensions:
-            learners += extension.learners
+            learners += cast("tuple[Learner, ...]", extension.learners)
         return learners
 
     def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

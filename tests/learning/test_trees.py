@@ -11,7 +11,7 @@ import pytest
 from kit import make_learner, part_of, sample
 from models_table import make_family
 
-from rl_core.data import packing
+from rl_core.data import prefix_tree
 from rl_core.data.packing import (
     MinibatchPlan,
     PackBudget,
@@ -68,7 +68,7 @@ def forest(depth: int) -> list[TrainingSample]:
 
 
 def test_a_small_tree_as_it_stands_in_a_batch(monkeypatch):
-    monkeypatch.setattr(packing, "SHARE_TOKENS", 1)
+    monkeypatch.setattr(prefix_tree, "SHARE_TOKENS", 1)
     # All begin with 1 2 3, two go 4 5 next; the third and the fourth sample are equal.
     samples = [
         sample([1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 0, 1, 1, 1], 1.0),

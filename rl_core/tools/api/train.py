@@ -34,7 +34,8 @@ from rl_core.types import JSONObject, RunError
 
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
-    from rl_core.plugin import CustomComponents, RunState
+    from rl_core.plugin import RunState
+    from rl_core.run.plan.custom_components import CustomComponents
     from rl_core.sampling.engine import Engine
 
 OnStep = Callable[[int, dict[str, float]], object]
