@@ -102,14 +102,17 @@ def reply_pair(chat: Chat, row: Row) -> list[TrainingSample]:
     for side, (context, reply) in zip(PAIR, pairs, strict=True):
         messages = as_context(context) + reply
         sequences = sft_samples(chat, {"messages": messages, "tools": row_tools(row)})
-        if len(sequences) != 1:
-            raise ValueError(
-                f"the chat template rewrites earlier turns of column {side!r}, so that its tokens "
-                f"are {len(sequences)} "
-                "sequences; give a reply of one assistant message"
-            )
-        samples += sequences
+        samples.append(only(sequences, f"column {side!r}"))
     return with_margin(samples, row)
+
+
+def only(samples: list[TrainingSample], name: str) -> TrainingSample:
+    if len(samples) != 1:
+        raise ValueError(
+            f"the chat template rewrites earlier turns of {name}, so that its tokens are "
+            f"{len(samples)} sequences; give a reply of one assistant message"
+        )
+    return samples[0]
 
 
 def scored_pair(chat: Chat, row: Row) -> list[TrainingSample]:
@@ -175,12 +178,8 @@ def labelled_reply(chat: Chat, row: Row) -> list[TrainingSample]:
     """[the sample of a row with one reply]. Advantages are 1 for a good reply, -1 for a bad one."""
     sign, messages = 1.0 if row_label(row) else -1.0, labelled_messages(row)
     samples = samples_of_messages(row_chat(chat, row), messages, row_tools(row))
-    if len(samples) != 1:
-        raise ValueError(
-            f"the chat template rewrites earlier turns of the reply, so that its tokens are "
-            f"{len(samples)} sequences; give a reply of one assistant message"
-        )
-    return [replace(samples[0], advantages=sign * samples[0].loss_mask)]
+    sample = only(samples, "the reply")
+    return [replace(sample, advantages=sign * sample.loss_mask)]
 
 
 def mismatched(sample: TrainingSample, other: TrainingSample, limit: int) -> TrainingSample:

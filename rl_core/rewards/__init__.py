@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rl_core.rewards.judges import compare, judge, ranked, rubric  # noqa: F401
-from rl_core.rewards.math_answers import alternatives, final_answer, is_equal, reference_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -75,6 +74,8 @@ def maths(text: str, answer: str | float | list[str]) -> float:
     arXiv:2103.03874) or `<answer>`, whichever comes last, else the last formula or number. The
     reference may be LaTeX without dollars. A list of texts, or its JSON text, holds
     alternatives of which each is right. See rl_core/rewards/math_answers.py."""
+    from rl_core.rewards.math_answers import alternatives, final_answer, is_equal, reference_answer
+
     final = final_answer(str(text))
     listed = alternatives(answer)
     references = [reference_answer(each) for each in listed]
