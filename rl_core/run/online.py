@@ -20,8 +20,8 @@ from pathlib import Path
 from rl_core.data.tasks.online import SessionSource
 from rl_core.distributed import SIGNAL_RECEIVED
 from rl_core.environments.agents.online import OnlineServer
-from rl_core.environments.agents.rollout import AgentRollout, Endpoints, rewards_of
-from rl_core.environments.agents.sessions import TICK_S, OnlineSession, Scorer, Sessions
+from rl_core.environments.agents.session_scores import Judge, Scorer
+from rl_core.environments.agents.sessions import TICK_S, OnlineSession, Sessions
 from rl_core.errors import counted
 from rl_core.metrics import Sum
 from rl_core.plugin import NoEpisodes, Plugin, RunState
@@ -59,11 +59,12 @@ class Online(Plugin):
         trainer, config = self.trainer, self.trainer.config
         if not trainer.ranks.is_writer:
             return
+        judge = config.online.judge
         sessions = Sessions(
             rollouts=trainer.out / "rollouts",
             config=config.online,
             make_players=self.players,
-            scorer=scorer_of(self.env, config.online.judge),
+            scorer=Scorer(env=self.env, judge=judge_of(judge) if judge else None),
             next_number=self.next_number,
         )
         self.source = SessionSource(config, sessions)
@@ -156,7 +157,7 @@ class Online(Plugin):
         sessions = self.server.sessions
         sessions.is_closing = True
         until = time.monotonic() + DRAIN_S
-        while any(map(is_busy, sessions.live.values())):
+        while any(each.is_asking or not each.is_scored for each in sessions.live.values()):
             if time.monotonic() > until:
                 return
             await asyncio.sleep(POLL_S)
@@ -188,12 +189,8 @@ class Online(Plugin):
         self.source.began_s = time.monotonic()
         counts, sessions.counts = sessions.counts, Counter()
         started = counts.pop("started", 0)
-        facts = {
-            "started": Sum(started),
-            "open": Sum(sessions.num_open),
-            "left_out": Sum(counts.total()),
-        }
-        self.trainer.add_metrics("online/", {**facts})
+        numbers = {"started": started, "open": sessions.num_open, "left_out": counts.total()}
+        self.trainer.add_metrics("online/", {name: Sum(num) for name, num in numbers.items()})
         for reason, num in counts.items():
             self.trainer.log.say(f"step {step}: {num} sessions left out: {reason}")
         sessions.gate.set()
@@ -217,30 +214,17 @@ class Online(Plugin):
             await self.server.close()
 
 
-def is_busy(session: OnlineSession) -> bool:
-    return session.is_asking or not session.is_scored
-
-
-def scorer_of(env: Env, judge: str | None) -> Scorer:
-    """Scores sessions by the rewards of an environment's file, its feedback_fn, and a judge."""
-    rewards = rewards_of(env.hooks)
+def judge_of(name: str) -> Judge:
+    """A judge that scores replies by the user's feedback on them; `name`: its actor."""
 
     async def judged(actors: EpisodeActors, messages: list[Message], text: str) -> float:
-        from rl_core.rewards.judges import judge as score
-        from rl_core.rewards.judges import transcript
+        from rl_core.rewards.judges import judge, transcript
 
-        assert judge is not None
         rubric = f"The user, who has read the reply, says of it: {text}"
         question = transcript(messages[:-1])
-        return await score(actors[judge], question, str(messages[-1].get("content")), rubric)
+        return await judge(actors[name], question, str(messages[-1].get("content")), rubric)
 
-    return Scorer(
-        rollout=AgentRollout(path=env.path, agent=(), rewards=rewards, endpoints=Endpoints()),
-        env=env.name,
-        env_code=env.code,
-        feedback=env.hooks.get("feedback_fn"),
-        judge=judged if judge else None,
-    )
+    return judged
 
 
 def admin_key(out: Path) -> str:

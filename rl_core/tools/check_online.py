@@ -4,7 +4,6 @@ by written replies, so that a client can be written first. It serves until Ctrl-
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import secrets
 import tempfile
@@ -42,9 +41,10 @@ async def serve(options) -> None:
     from rl_core.engines.scripted import ScriptedActor, plain_chat
     from rl_core.environments.agents.online import OnlineServer
     from rl_core.environments.agents.rollout import unscored_module
+    from rl_core.environments.agents.session_scores import Scorer
     from rl_core.environments.agents.sessions import TICK_S, Sessions
     from rl_core.environments.env_file import load_env
-    from rl_core.run.online import ADMIN_KEY, scorer_of
+    from rl_core.run.online import ADMIN_KEY
     from rl_core.sampling.actor import EpisodeActors
     from rl_core.tools.check import UNLIMITED, describe_tokens, say
     from rl_core.types import SamplingParams
@@ -69,7 +69,7 @@ async def serve(options) -> None:
             rollouts=Path(folder),
             config=OnlineConfig(reward_s=options.reward_s),
             make_players=make_players,
-            scorer=dataclasses.replace(scorer_of(env, None), judge=unjudged),
+            scorer=Scorer(env=env, judge=unjudged),
         )
         server = OnlineServer(AgentsConfig(host=options.host), options.port, sessions, key)
         await server.start()

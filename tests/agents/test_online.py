@@ -23,9 +23,10 @@ from rl_core.environments.agents.endpoint import MAX_READING
 from rl_core.environments.agents.online import OnlineServer
 from rl_core.environments.agents.rollout import unscored_module
 from rl_core.environments.agents.session_files import session_files, summaries
+from rl_core.environments.agents.session_scores import Scorer
 from rl_core.environments.agents.sessions import Sessions
 from rl_core.environments.env_file import load_env
-from rl_core.run.online import scorer_of
+from rl_core.run.online import judge_of
 from rl_core.run.running_baseline import RunningBaseline
 from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.engine import EngineDied
@@ -87,7 +88,7 @@ async def opened(folder, *replies, env=None, judge="", step=0, **flags):
         rollouts=folder / "rollouts",
         config=OnlineConfig(**flags),
         make_players=make_players,
-        scorer=scorer_of(loaded, "judge" if judge else None),
+        scorer=Scorer(env=loaded, judge=judge_of("judge") if judge else None),
     )
     server = OnlineServer(AgentsConfig(), 0, sessions, ADMIN)
     await sessions.restore(server, step)

@@ -16,6 +16,8 @@ from rl_core.types import Completion, JSONObject, Message
 
 if TYPE_CHECKING:
     from rl_core.environments.agents.requests import Request
+    from rl_core.sampling.conversation import TokenConversation
+    from rl_core.types import SamplingParams
 
 FOLDER = "sessions"  # In rollouts/.
 
@@ -124,6 +126,23 @@ def completion_of(value: JSONObject) -> Completion:
     completion = Completion(**value)
     completion.newer_versions = [(i, version) for i, version in completion.newer_versions]
     return completion
+
+
+class RestoredTurns:
+    """Completions of a request that is played again; a Replay of sampling/conversation.py."""
+
+    def __init__(self):
+        self.completions: list[Completion] = []
+
+    async def generate(
+        self, talk: TokenConversation, params: SamplingParams, seed: int, /
+    ) -> Completion:
+        if self.completions:
+            return self.completions.pop(0)
+        return await talk.generate(params, seed)
+
+    async def chat(self, talk: object, seed: int, /) -> tuple[Message, Completion]:
+        raise NotImplementedError  # Sessions have trained actors alone.
 
 
 def summaries(rollouts: Path) -> list[JSONObject]:

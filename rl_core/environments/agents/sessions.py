@@ -14,7 +14,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +22,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from rl_core.environments.agents import session_files
-from rl_core.environments.agents.endpoint import DIALECTS, Endpoint, EndpointServer
+from rl_core.environments.agents.endpoint import DIALECTS, EndpointServer
 from rl_core.environments.agents.requests import Refusal, Reply, Request
-from rl_core.environments.agents.rollout import AgentRollout
-from rl_core.environments.agents.session_files import RequestCoder
-from rl_core.environments.agents.tree import Attempt, Node, Tree, digest_of
+from rl_core.environments.agents.session_files import RequestCoder, RestoredTurns
+from rl_core.environments.agents.session_scores import RatedEndpoint, Scorer, known_parts
+from rl_core.environments.agents.tree import Attempt, Tree, digest_of
 from rl_core.sampling.actor import EpisodeActors
-from rl_core.sampling.conversation import TokenConversation
 from rl_core.sampling.engine import EngineDied
-from rl_core.sampling.hooks import Hook
-from rl_core.sampling.reward_parts import reward_values
-from rl_core.types import JSON, Completion, JSONObject, Message, SamplingParams, Task, Trajectory
+from rl_core.types import JSON, JSONObject, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.config import OnlineConfig
@@ -43,50 +40,20 @@ MAX_OVER = 10_000  # Keys of sessions that are over, which get 410 instead of 40
 MAX_TEXTS = 100  # Texts of feedback in one session.
 TICK_S = 0.2
 FATES = ("start", "step", "untaken", "left_out")  # The last of these events holds.
-Judge = Callable[[EpisodeActors, list[Message], str], Awaitable[float | None]]
-
-
-class RestoredTurns:
-    """Completions of a request that is played again; a Replay of sampling/conversation.py."""
-
-    def __init__(self):
-        self.completions: list[Completion] = []
-
-    async def generate(
-        self, talk: TokenConversation, params: SamplingParams, seed: int, /
-    ) -> Completion:
-        if self.completions:
-            return self.completions.pop(0)
-        return await talk.generate(params, seed)
-
-    async def chat(self, talk: object, seed: int, /) -> tuple[Message, Completion]:
-        raise NotImplementedError  # Sessions have trained actors alone.
 
 
 @dataclass(eq=False, kw_only=True)
-class OnlineSession(Endpoint):
-    """The endpoint of one client, its replies and their rewards. `api_key` is the key's hash."""
+class OnlineSession(RatedEndpoint):
+    """The endpoint of one client. `api_key` is the key's hash."""
 
     sessions: Sessions
-    number: int
-    task_id: str
-    players: EpisodeActors
     turns: RestoredTurns
     file: Path
     used_s: float  # Time of the last request.
     ended_s: float = 0.0  # 0 while it is open.
-    nodes: dict[str, Node] = field(default_factory=dict)  # Id of a reply -> its turn, in order.
-    rewards: dict[str, dict[str, float]] = field(default_factory=dict)  # Id of a reply -> parts.
-    texts: list[tuple[str, str]] = field(default_factory=list)  # (id of a reply, feedback on it)
-    is_named: bool = False  # A reward has named its reply.
-    info: JSON = None  # What the client sent with the end.
     coder: RequestCoder = field(default_factory=RequestCoder)
     scoring: asyncio.Task | None = None
     trajectories: list[Trajectory] = field(default_factory=list)  # Once it is rated.
-
-    @property
-    def id(self) -> str:
-        return f"session-{self.number:06d}"
 
     @property
     def is_open(self) -> bool:
@@ -125,7 +92,6 @@ class OnlineSession(Endpoint):
 
     async def attempt(self, request: Request) -> Attempt:
         """See Endpoint. Waits while a step learns."""
-        self.refuse_unless(self.is_open)
         await self.sessions.wait_for_engine()
         self.refuse_unless(self.is_open)
         self.used_s = time.time()
@@ -174,13 +140,11 @@ class OnlineSession(Endpoint):
         """Keeps the reward of a reply, or feedback on it as text; of the last reply if
         `interaction` is None. Raises Refusal."""
         self.refuse_unless(self.is_live)  # The body may have come slowly.
-        if interaction is not None and not isinstance(interaction, str):
-            raise Refusal("interaction_id must be the id of a reply")
-        reply_id = next(reversed(self.nodes), "") if interaction is None else interaction
+        reply_id = next(reversed(self.nodes), "") if interaction is None else str(interaction)
         for prefix in PREFIXES:
             reply_id = reply_id.removeprefix(prefix)
         if reply_id not in self.nodes:
-            named = "no reply yet" if interaction is None else f"no reply {interaction[:80]!r}"
+            named = "no reply yet" if interaction is None else f"no reply {reply_id[:80]!r}"
             status = 400 if interaction is None else 404
             raise Refusal(f"{self.id} has {named}", status=status, code="not_found")
         event: JSONObject = {"reply": reply_id, "named": interaction is not None}
@@ -194,27 +158,15 @@ class OnlineSession(Endpoint):
                 raise Refusal("nothing scores a text; add feedback_fn or --online.judge")
             event["text"] = text
         else:
-            if isinstance(reward, bool):
-                reward = float(reward)
+            reward = float(reward) if isinstance(reward, bool) else reward
             try:
-                parts = reward_values(reward, "client", "the reward")
+                event["parts"] = known_parts(reward, "client", "the reward")
             except ValueError as error:
                 raise Refusal(str(error)) from None
-            event["parts"] = {name: value for name, value in parts.items() if value is not None}
         self.write("reward", **event)
         self.keep(event)
         if not self.is_open:
             self.score_soon()
-
-    def keep(self, event: JSONObject) -> None:
-        """Keeps a reward or a text, from a client or the file."""
-        reply_id = event["reply"]
-        if "text" in event:
-            self.texts.append((reply_id, event["text"]))
-        else:
-            self.rewards[reply_id] = event["parts"]
-        self.is_named |= event["named"]
-        self.nodes[reply_id].reply.num_sent = math.inf  # Who rates a reply has it.
 
     def end(self, info: JSON = None) -> None:
         if self.is_open:
@@ -247,92 +199,6 @@ class OnlineSession(Endpoint):
         if trajectories:
             self.trajectories = trajectories
             self.write("rated", reward=trajectories[-1].reward)
-
-    def branches(self, actor: str, parts_of: dict[str, dict[str, float]]) -> list[Trajectory]:
-        """One trajectory for each branch. Its reward is that of its rated replies. A branch without
-        one has the sum of the session, unless the client named the replies that it rated: then it
-        is left out."""
-        total: dict[str, float] = {}
-        for parts in parts_of.values():
-            add_up(total, parts)
-        tree = self.trees[actor]
-        trajectories = []
-        for node in tree.ends:
-            path = node.path
-            of_turns = [parts_of.get(each.reply.id, {}) for each in path]
-            trajectory = node.trajectory(0.0)
-            trajectory.metrics |= self.metrics(tree, 1)
-            if any(of_turns):
-                trajectory.reward_parts = {}
-                for parts in of_turns:
-                    add_up(trajectory.reward_parts, parts)
-                if len(trajectory.turns) == len(path):
-                    trajectory.turn_rewards = [math.fsum(parts.values()) for parts in of_turns]
-            elif self.is_named and total:
-                continue
-            else:
-                trajectory.reward_parts = dict(total)
-            if tree.is_truncated:
-                trajectory.status = "truncated"
-            trajectories.append(trajectory)
-        return trajectories
-
-
-def add_up(total: dict[str, float], parts: dict[str, float]) -> None:
-    for name, value in parts.items():
-        total[name] = total.get(name, 0.0) + value
-
-
-@dataclass(kw_only=True)
-class Scorer:
-    """Turns a session that has ended into trajectories with rewards."""
-
-    rollout: AgentRollout  # With the rewards of an environment's file, or none.
-    env: str
-    env_code: Callable[[], str]
-    feedback: Hook | None = None  # feedback_fn of the file.
-    judge: Judge | None = None
-
-    @property
-    def reads_text(self) -> bool:
-        return self.feedback is not None or self.judge is not None
-
-    async def trajectories(self, session: OnlineSession) -> list[Trajectory]:
-        """[] if nobody has rated the session."""
-        parts_of = {reply: dict(parts) for reply, parts in session.rewards.items()}
-        task = Task(id=session.task_id, env=self.env, row={"info": session.info}, messages=[])
-        for reply, text in session.texts:
-            parts = await self.of_feedback(task, session, reply, text)
-            if parts:
-                add_up(parts_of.setdefault(reply, {}), parts)
-        if not any(parts_of.values()) and not self.rollout.rewards:
-            return []
-        branches = {name: session.branches(name, parts_of) for name in session.trees}
-        branches = {name: made for name, made in branches.items() if made}
-        arguments = {"actors": session.players, "result": session.info, "box": None}
-        scored = await self.rollout.score_branches(task, arguments, branches)
-        for t in scored:
-            if not t.reward_parts:
-                return []  # Every reward is None.
-            if t.turn_rewards:  # What a hook gives counts for the last turn.
-                assert t.reward is not None
-                t.turn_rewards[-1] += t.reward - math.fsum(t.turn_rewards)
-            t.task_id, t.env, t.env_code = session.task_id, self.env, self.env_code()
-            t.columns = {"session": session.id}
-        return scored
-
-    async def of_feedback(
-        self, task: Task, session: OnlineSession, reply: str, text: str
-    ) -> dict[str, float]:
-        """Parts that feedback_fn or the judge makes of a text; {} if none does."""
-        messages = session.nodes[reply].snapshot.messages
-        value: object = None
-        if self.feedback is not None:
-            value = await self.feedback(task, {"text": text, "messages": messages})
-        if value is None and self.judge is not None:
-            value = await self.judge(session.players, messages, text)
-        parts = reward_values(value, "feedback", "what feedback_fn() returned")
-        return {name: number for name, number in parts.items() if number is not None}
 
 
 @dataclass(kw_only=True)
