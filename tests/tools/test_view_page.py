@@ -546,7 +546,7 @@ def write_session(folder: Path, number: int, *states: str) -> None:
     file = folder / f"rollouts/sessions/{number:06d}.jsonl"
     file.parent.mkdir(exist_ok=True)
     for state in states:
-        append(file, {"time": 1e9} | events[state])
+        append(file, {"time": 1e9 + 60 * number} | events[state])
 
 
 def test_a_live_run_updates_by_itself(game, serve, page_of):
@@ -576,6 +576,10 @@ def test_a_live_run_updates_by_itself(game, serve, page_of):
         row = ["rated", "0.75", "1", "2", "sum", re.compile("^1 x"), ""]
         has(page, "#sessions tbody tr:first-child td", row)
         has(page, "#sessions p", "1 rated, 1 left out")
+        has(page, "#sessions svg", 0)
+        write_session(game, 2, "open", "replied", "waiting", "rated")
+        has(page, "#sessions svg circle", 2)
+        has(page, "#sessions svg polyline", 1)
         page.get_by_role("link", name="Conversations").click()
         # By a run that was resumed.
         write_trajectories(game / "rollouts/step_000003.jsonl.zst", episodes(3)[:2] * 8)
@@ -789,7 +793,8 @@ def test_axe_finds_no_fault(screen, game, serve, page_of, tmp_path):
         json.dumps({"step": step, "text": "rewards are constant, " * 9}) + "\n" for step in range(9)
     ]
     (game / "warnings.jsonl").write_text("".join(hint))  # more than fit
-    write_session(game, 0, "open", "replied", "waiting", "rated")
+    for number in range(2):
+        write_session(game, number, "open", "replied", "waiting", "rated")
     other = tmp_path / "other"
     shutil.copytree(game, other)
     page = page_of(serve(game, other), screen, bypass_csp=True)  # axe is put into the page

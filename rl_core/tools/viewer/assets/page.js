@@ -69,7 +69,8 @@ function show() {
 }
 
 const MAX_SESSIONS = 500; // Rows of the table, which is drawn again with each change.
-// The table of a run's sessions (--online), the newest first.
+const [MAX_POINTS, MEAN_OF] = [2000, 20]; // Sessions of the picture, and of a point of its line.
+// A run's sessions (--online): their rewards over time, and a table, the newest first.
 function showSessions() {
   const rows = runs.flatMap((run) => (run.sessions ?? []).map((session) => ({ run, ...session }))).reverse();
   const counts = [...groupsOf(rows, ({ state }) => state.split(/ in |:/)[0])].map(([state, all]) => `${all.length} ${state}`);
@@ -86,6 +87,11 @@ function showSessions() {
     column("last reply", (row) => row.last_reply),
     column("feedback", (row) => row.feedback.join(" / ")),
   ];
+  const rewards = rows.filter(({ reward }) => reward !== null).map((row) => [row.began_s, row.reward]).sort(([a], [b]) => a - b).slice(-MAX_POINTS);
+  const means = rewards.map(([at], i) => [at, meanOf(rewards.slice(Math.max(0, i + 1 - MEAN_OF), i + 1).map(([, reward]) => reward))]);
+  const label = `reward of ${short(rewards.length)} sessions over time, and the mean of ${MEAN_OF}`;
+  const plot = rewards.length && framed(scatter(rewards, means, 460, 150, label), day);
+  $("#rewards").replaceChildren(...(plot ? [el("h2", {}, "Reward over time"), plot] : []));
   redraw($("#sessions"), () => {
     const table = sortable($("#sessions table"), columns, rows, params().get("sort") ?? "", (sort) => go({ sort }));
     table.fill(table.sorted.slice(0, MAX_SESSIONS));

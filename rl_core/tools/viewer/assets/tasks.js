@@ -69,6 +69,12 @@ function scatter(points, line, width, height, label) {
   return { picture, low: y0, high: y1, x0, x1 };
 }
 
+// A scatter() with the ends of its axes; nothing if all points have one x.
+function framed({ picture, low, high, x0, x1 }, nameOfX) {
+  if (!(x1 > x0)) return "";
+  return el("div", { class: "histogram" }, el("span", {}, short(high)), el("span", {}, short(low)), picture, el("span", { class: "x" }, nameOfX(x0)), el("span", { class: "x end" }, nameOfX(x1)));
+}
+
 // Shares of values over steps: a column for each step (or span of steps), a row for each of 20 intervals.
 function histogram(title, entries, valueOf) {
   const values = entries.flatMap((e) => (valueOf(e) === null ? [] : [[e.step, valueOf(e)]]));
@@ -124,7 +130,7 @@ function showTask(row) {
   const { env, task, all, means, state } = row;
   compared = compared.filter((e) => all.includes(e)); // A resumed run's are others.
   const scored = all.filter((e) => e.reward !== null).map((e) => [e.step, e.reward]);
-  const { picture, low, high, x0, x1 } = scatter(scored, means, 460, 150, `reward of ${all.length} attempts over steps`);
+  const plot = scatter(scored, means, 460, 150, `reward of ${all.length} attempts over steps`);
   const toggle = (e) => { compared = compared.includes(e) ? compared.filter((one) => one !== e) : [...compared, e].slice(-2); redraw($("#task"), () => showTask(row)); };
   const rows = [...all].sort((a, b) => a.step - b.step || a.index - b.index).slice(0, 300).map((e) => el("tr", { "aria-current": compared.includes(e) && "true" },
     el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare step ${e.step} #${e.index}`, checked: compared.includes(e), onchange: () => toggle(e) })),
@@ -134,8 +140,7 @@ function showTask(row) {
   const isSame = pair && before?.dataset.pair === pair; // New steps leave the differences that are read.
   const differences = isSame ? before : el("div", { id: "differences", "data-pair": pair }, el("p", { class: "soft" }, pair ? "reading" : "Check two attempts to see where their replies differ."));
   $("#task").replaceChildren(el("h2", {}, `${task} of ${env}`), el("p", { class: "facts" }, el("span", {}, "state ", el("b", { class: state }, state)), el("span", {}, `attempts ${short(all.length)}`)),
-    x1 > x0 ? el("div", { class: "histogram" }, el("span", {}, short(high)), el("span", {}, short(low)), picture, el("span", { class: "x" }, `step ${short(x0)}`), el("span", { class: "x end" }, short(x1))) : "",
-    differences, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts" }, el("table", {}, el("thead", {}, el("tr", {}, ["", "step", "attempt", "reward", "reply"].map((name) => el(name ? "th" : "td", { scope: name ? "col" : undefined, class: /attempt|reply/.test(name) && "left" }, name)))), el("tbody", {}, rows))));
+    framed(plot, (step) => `step ${short(step)}`), differences, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Attempts" }, el("table", {}, el("thead", {}, el("tr", {}, ["", "step", "attempt", "reward", "reply"].map((name) => el(name ? "th" : "td", { scope: name ? "col" : undefined, class: /attempt|reply/.test(name) && "left" }, name)))), el("tbody", {}, rows))));
   if (pair && !isSame) compareReplies(compared, differences);
 }
 
