@@ -245,5 +245,10 @@ def test_digits_in_order_are_learnt_from_a_programs_rewards(seed, more, tiny_mod
     printed, _ = start_process("scripts/online_digits.py", *arguments).communicate(timeout=3600)
     scores = [float(score) for score in re.findall(r"score (\S+)", printed)]
     assert run.wait(120) == 0, run.why()
+    served = []  # Newest version that answered a session of each step.
+    for file in sorted((out / "rollouts").glob("step_*.jsonl.zst")):
+        turns = [turn["completion"] for row in trajectories(file) for turn in row["turns"]]
+        served.append(max(each["policy_version"] for each in turns))
+    assert served == [*range(100)]
     first, last = scores[0], fmean(scores[-2:])
     assert (last > 3 * first) if not more else (abs(last - first) < 0.1), printed
