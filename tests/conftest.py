@@ -56,7 +56,7 @@ def pytest_pyfunc_call(pyfuncitem):
 # Files that take longest begin first, so that no worker is left with one at the end.
 LONGEST = """
 runs served faults rank_groups sandbox mesh service envs_tools boxes stale_policy kills agentbench
-logprobs reference train_api http_guard watchdog
+logprobs multi_lora server client train_api http_guard watchdog
 """.split()
 LONG = {f"test_{name}.py": n for n, name in enumerate(LONGEST)}
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -135,63 +136,37 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"rl_core {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "status, argv, says",
-    [
-        (2, ["chek"], "unknown command 'chek'; did you mean 'check'?"),
-        (
-            2,
-            ["publish"],
-            "unknown command 'publish'; known: init, train, check, envs, datasets, tokens, plan",
-        ),
-        (
-            1,
-            ["datasets", "openai/gsmk8"],
-            "no recipe for 'openai/gsmk8'; the nearest are openai/gsm8k",
-        ),
-        (1, ["datasets", "x"], "rl-core datasets lists all"),
-        (1, ["datasets", "hermes"], "the nearest are teknium/OpenHermes-2.5, NousResearch/"),
-        (2, ["check"], "give env (Python files of environments); rl-core check --help shows all"),
-        (2, ["rescore"], "give run (folder of a run), --env_path (the changed environment file); "),
-        (1, ["check", str(ENVS / "sort_digit.py")], "no such file; did you mean 'sort_digits.py'?"),
-        (
-            1,
-            ["check", str(ENVS / "sort_digits.py"), "--actors", "a,b"],
-            "nothing says whose turn it is",
-        ),
-        (
-            1,
-            ["check", str(ENVS / "sort_digits.py"), "--reply", "{{ anser }}"],
-            "'anser' is undefined; columns: messages, answer",
-        ),
-        (1, ["check", str(ENVS)], "envs: is a folder; name a file in it"),
-        (1, ["check", str(ROOT / "tests/cases/calls.jsonl")], "calls.jsonl holds rows and is not"),
-        (1, ["eval", "m"], "error: episodes need an environment; name its file by --env_path"),
-        (2, ["train", "--nproc_per_node", "two"], "invalid int value: 'two'"),
-        (2, ["check", "x.py", "--data"], "unknown flag --data; did you mean '--data.train'?"),
-        (2, ["check", "x.py", "--data.train"], "--data.train has no value"),
-        (2, ["show", "runs/x", "--nun=3"], "unknown flag --nun; did you mean '--num'?"),
-        (2, ["sandbox", "run", "x.py", "--nun", "3"], "unrecognized arguments: --nun 3"),
-        (
-            1,
-            ["train", "--nproc_per_node", "0", "--model", "m", "--env_path", "x.py", "--out", "x"],
-            "=0 must be at least 1",
-        ),
-        (1, ["train"], "--out is missing"),
-        (
-            1,
-            ["train", "--help", "dta"],
-            "no section and no flag has this name; did you mean 'data'?",
-        ),
-        (
-            1,
-            ["train", "--nproc_per_node", "2", "--mdoel", "x"],
-            "unknown flag --mdoel; did you mean 'model'?",
-        ),
-    ],
-)
-def test_mistakes_are_one_line_with_the_nearest_name(status, argv, says, capsys):
-    assert main(argv) == status
+# The status and arguments of a command => a piece of the error.
+MISTAKES = f"""
+2 chek => unknown command 'chek'; did you mean 'check'?
+2 publish => unknown command 'publish'; known: init, train, check, envs, datasets, tokens, plan
+1 datasets openai/gsmk8 => no recipe for 'openai/gsmk8'; the nearest are openai/gsm8k
+1 datasets x => rl-core datasets lists all
+1 datasets hermes => the nearest are teknium/OpenHermes-2.5, NousResearch/
+2 check => give env (Python files of environments); rl-core check --help shows all
+2 rescore => give run (folder of a run), --env_path (the changed environment file);
+1 check {ENVS}/sort_digit.py => no such file; did you mean 'sort_digits.py'?
+1 check {ENVS}/sort_digits.py --actors a,b => nothing says whose turn it is
+1 check {ENVS}/sort_digits.py --reply "{{{{ anser }}}}" => 'anser' is undefined; columns: messages, answer
+1 check {ENVS} => envs: is a folder; name a file in it
+1 check {ROOT}/tests/cases/calls.jsonl => calls.jsonl holds rows and is not
+1 eval m => error: episodes need an environment; name its file by --env_path
+2 train --nproc_per_node two => invalid int value: 'two'
+2 check x.py --data => unknown flag --data; did you mean '--data.train'?
+2 check x.py --data.train => --data.train has no value
+2 show runs/x --nun=3 => unknown flag --nun; did you mean '--num'?
+2 sandbox run x.py --nun 3 => unrecognized arguments: --nun 3
+1 train --nproc_per_node 0 --model m --env_path x.py --out x => =0 must be at least 1
+1 train => --out is missing
+1 train --help dta => no section and no flag has this name; did you mean 'data'?
+1 train --nproc_per_node 2 --mdoel x => unknown flag --mdoel; did you mean 'model'?
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line, says", [line.split(" => ") for line in MISTAKES])
+def test_mistakes_are_one_line_with_the_nearest_name(line, says, capsys):
+    status, *argv = shlex.split(line)
+    assert main(argv) == int(status)
     error = capsys.readouterr().err
     assert says in error and len(error.splitlines()) == 1 and error.startswith("error: ")
 

@@ -267,96 +267,42 @@ def test_mistakes_are_raised(config_of, monkeypatch, capsys):
     def wants(solution):
         return 1.0
 
-    def refused(error, says, config, **arguments):
+    def refused(says, error=ValueError, out="a", **arguments):
+        arguments = {"env": len_of, "data": ROWS} | arguments
+        of_config = {
+            name: arguments.pop(name) for name in ("optim", "learner") if name in arguments
+        }
         with pytest.raises(error, match=says) as caught:
-            train(config, **arguments)
+            train(config_of(out, **of_config), **arguments)
         # IPython prints these lines instead of the traceback.
         if lines := getattr(caught.value, "_render_traceback_", None):
             [line] = lines()
             assert re.match(rf"{error.__name__}: \S[^\n]*$", line)
         assert (lines is None) == (error not in (ValueError, RunError))
 
-    refused(
-        ValueError,
-        '^optim={"lr": fast} must be a valid number',
-        config_of("a", optim={"lr": "fast"}),
-        env=len_of,
-        data=ROWS,
-    )
-    refused(
-        ValueError,
-        '^Config has no field optim={"lrr": ...}; did you mean optim={"lr": ...}',
-        config_of("a", optim={"lrr": 1}),
-        env=len_of,
-        data=ROWS,
-    )
-    refused(ValueError, "^env is missing", config_of("a"), data=ROWS)
-    refused(
-        ValueError,
-        r'^learner={"microbatch_tokens": 9} must hold .* max_prompt_tokens=40 \+ max_turns=1 \* ',
-        config_of("a", learner={"microbatch_tokens": 9}),
-        env=len_of,
-        data=ROWS,
-    )
-    refused(
-        ValueError,
-        "asks for 'completions'; .*; TRL passes lists, rl_core one reply: a reward is called for one reply",
-        config_of("a"),
-        env=lambda prompts, completions, **columns: [0.0],
-        data=ROWS,
-    )
-    refused(
-        ValueError,
-        "asks for 'answer'; ",
-        config_of("a"),
-        env=lambda answer: 0.0,
-        data=ROWS,
-    )
-    refused(ValueError, "^data is empty", config_of("a"), env=len_of, data=[])
-    refused(
-        ValueError, "^row 1 of data: needs one of", config_of("a"), env=len_of, data=[{"x": "1"}]
-    )
-    refused(
-        ValueError,
-        r"^wants\(\) asks for 'solution'; row 1 of data",
-        config_of("a"),
-        env=wants,
-        data=ROWS,
-    )
-    refused(ValueError, "eval_data needs", config_of("a"), env=len_of, data=ROWS, eval_data=ROWS)
-    refused(
-        RunError,
-        r"^\d+ of \d+ episodes of step 1 failed. The first: train/\d: broken\(\) failed: .*"
-        r"test_train_api.py:\d+: RuntimeError: on purpose",
-        config_of("b"),
-        env=broken,
-        data=ROWS,
-    )
-    refused(
-        ZeroDivisionError,
-        "division",
-        config_of("c"),
-        env=len_of,
-        data=ROWS,
-        on_step=lambda step, result: 1 / 0,
-    )
-    refused(ValueError, "nproc=0 must be at least 1", config_of("a"), env=len_of, nproc=0)
-    refused(
-        ValueError,
-        "plugins has 'Mine', which has no hook",
-        config_of("d"),
-        env=len_of,
-        data=ROWS,
-        plugins=["Mine"],
-    )
-    heavy = Environment(len_of, name="a", data=ROWS, weight="x")
-    refused(
-        ValueError, '^envs={"a": {"weight": x}} must be a valid number', config_of("a"), env=heavy
-    )
-    short = Environment(len_of, name="a", data=ROWS, max_tokens=0)
-    refused(ValueError, '^envs={"a": {"max_tokens": 0}} must be greater', config_of("a"), env=short)
+    def trls(prompts, completions, **columns):
+        return [0.0]
+
+    refused('^optim={"lr": fast} must be a valid number', optim={"lr": "fast"})
+    refused('^Config has no field optim={"lrr": ...}; did you mean optim={"lr"', optim={"lrr": 1})
+    refused("^env is missing", env=None)
+    says = r'^learner={"microbatch_tokens": 9} must hold .* max_prompt_tokens=40 \+ max_turns=1 \* '
+    refused(says, learner={"microbatch_tokens": 9})
+    refused("asks for 'completions'; .*; TRL passes lists, rl_core one reply: a reward", env=trls)
+    refused("asks for 'answer'; ", env=lambda answer: 0.0)
+    refused(r"^wants\(\) asks for 'solution'; row 1 of data", env=wants)
+    refused("eval_data needs", eval_data=ROWS)
+    says = r"^\d+ of \d+ episodes of step 1 failed. The first: train/\d: broken\(\) failed: .*"
+    says += r"test_train_api.py:\d+: RuntimeError: on purpose"
+    refused(says, RunError, "b", env=broken)
+    refused("division", ZeroDivisionError, "c", on_step=lambda step, result: 1 / 0)
+    refused("nproc=0 must be at least 1", nproc=0, data=None)
+    refused("plugins has 'Mine', which has no hook", out="d", plugins=["Mine"])
+    for field, value, says in (("weight", "x", "a valid number"), ("max_tokens", 0, "greater")):
+        env = Environment(len_of, name="a", data=ROWS, **{field: value})
+        refused(rf'^envs={{"a": {{"{field}": {value}}}}} must be {says}', env=env, data=None)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(ValueError, "starts its own ranks", config_of("a"), env=len_of, data=ROWS)
+    refused("starts its own ranks")
     assert "error:" not in capsys.readouterr().err
 
 
