@@ -225,7 +225,7 @@ COMPARED += ("length_p50", "length_p95", "length_max", "pack/tokens", "shared_st
 def test_two_ranks_do_what_one_does(case, make_flags, tmp_path):
     flags, more = TWO_RANKS[case]
     # Not AdamW, which makes a step of full size out of a gradient that is nothing but rounding.
-    flags = words("--num_steps 3 --optim.name sgd", make_flags(flags), "--optim.lr 0.05")
+    flags = words("--num_steps 2 --optim.name sgd", make_flags(flags), "--optim.lr 0.05")
     one, two = run(tmp_path / "one", flags), run(tmp_path / "two", flags, more, ranks=2)
     assert len(metrics(one)) == len(metrics(two))
     for a, b in zip(metrics(one), metrics(two), strict=True):
@@ -261,20 +261,12 @@ def test_a_run_on_split_models_goes_on_with_unsplit_ones(make_flags, tmp_path):
     assert_same_weights(full, out, atol=2e-5, rtol=1e-4)
 
 
-def test_a_damaged_checkpoint_is_refused_and_named(make_flags, tmp_path, capsys):
-    out = run(tmp_path / "run", make_flags(RL), "--num_steps 1")
-    file = max((out / "checkpoints/step_000001/policy").iterdir(), key=lambda f: f.stat().st_size)
-    file.write_bytes(file.read_bytes()[:-10])
-    assert main(words(make_flags(RL), "--num_steps 2 --resume --out", out)) == 1
-    assert file.name in capsys.readouterr().err
-
-
 def test_checkpoints_beyond_those_that_are_kept_are_deleted(make_flags, tmp_path):
-    for keep, left in ((2, [3, 4]), (1, [4]), (0, [1, 2, 3, 4])):
+    for keep, left in ((2, [2, 3]), (0, [1, 2, 3])):
         out = run(
             tmp_path / str(keep),
             make_flags(RL),
-            f"--num_steps 4 --save_every 1 --keep_checkpoints {keep}",
+            f"--num_steps 3 --save_every 1 --keep_checkpoints {keep}",
         )
         assert sorted(int(p.name[5:]) for p in (out / "checkpoints").glob("step_*")) == left
     assert not (

@@ -44,21 +44,6 @@ def in_box(work, **settings):
     return asyncio.run(run())
 
 
-def test_a_file_that_is_put_comes_back(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/run.sh").write_text("echo ran")
-    (tmp_path / "deep/run.sh").chmod(0o755)
-
-    async def work(box):
-        await box.put("/tests", tmp_path)
-        await box.put("note", "hallo")
-        result = await box.exec(["/bin/sh", "-c", "/tests/deep/run.sh"])
-        assert result.stdout == "ran\n", result
-        return await box.get("/app/note")
-
-    assert in_box(work) == b"hallo"
-
-
 def test_the_next_box_has_nothing_of_the_last_one():
     async def work():
         box = await boxes.open({})
@@ -347,15 +332,6 @@ def test_boxes_end_with_their_owner_however_it_ends():
         time.sleep(0.01)
 
 
-def test_a_box_serves_several_event_loops_one_after_another():
-    async def work():
-        async with await boxes.open({}) as box:
-            await box.exec("true")
-            return box.box.process.pid
-
-    assert asyncio.run(work()) == asyncio.run(work())
-
-
 def test_a_call_that_comes_after_close_does_not_reach_the_next_episode(tmp_path):
     (tmp_path / "late").write_text("x")
 
@@ -403,17 +379,6 @@ def test_a_long_answer_is_whole_though_its_reader_was_busy():
 
     result = in_box(work)
     assert (result.timed_out, len(result.stdout)) == (True, 900_000)
-
-
-def test_a_folder_with_links_can_be_put_twice(tmp_path):
-    (tmp_path / "link").symlink_to("/usr")
-
-    async def work(box):
-        for _ in range(2):
-            await box.put("/tests", tmp_path)
-        return (await box.exec("readlink /tests/link")).stdout
-
-    assert in_box(work) == "/usr\n"
 
 
 def test_a_fork_of_the_owner_neither_uses_nor_ends_its_boxes():
