@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--rows={options.rows}: the number of rows to print must be at least 1")
     say_loading("the tokenizer")
     from rl_core.data.tasks.sources import train_tasks
-    from rl_core.data.warnings.data_warnings import NUM_ROWS
+    from rl_core.data.warnings.column_use import NUM_ROWS
     from rl_core.scratch import scratch_prefix
 
     num_refused = 0

@@ -581,8 +581,8 @@ ODD_ROWS = {
     "--tasks_per_step=3 draws rows twice": "[{'prompt': split}] * 2",
     "2 of the first 2 held-out rows of env are training rows "
     "too": "[{'prompt': str(n)} for n in range(2)]",
-    "1 of the first 2 prompts of env end with an assistant's turn, or have no user message, such "
-    "as row 2 of the split": (
+    "1 of the first 2 rows of env, such as row 2 of the split 'eval': the prompt ends with an "
+    "assistant's turn, or has no user message": (
         "[{'prompt': split}, {'prompt': [{'role': 'user' if split == 'train' else 'system', "
         "'content': split}]}]"
     ),

@@ -66,7 +66,10 @@ def column_use(
         if "messages" in row.made and "chosen" not in row.made:
             use.of_messages |= row.read.keys()
         use.num_rows += 1
-        remarks = []
+        use.has_tools |= bool(dict.get(row, "tools"))
+        roles, remarks = [m["role"] for m in messages], []
+        if config.is_rl and (roles[-1] == "assistant" or "user" not in roles):
+            remarks.append("the prompt ends with an assistant's turn, or has no user message")
         for column in CONVERSATIONS:
             if (note := LEFT_OUT.format(column)) in notes:
                 remarks.append(f"{note}; --data.columns prompt={column} keeps them")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.data.task_rows import Tasks, TaskSource
-from rl_core.data.warnings.column_use import NUM_ROWS, column_use
+from rl_core.data.warnings.column_use import column_use
 from rl_core.sampling.env import Env
 
 
@@ -42,43 +41,25 @@ def row_warnings(
     envs: Mapping[str, Env],
     chats: Mapping[str, Chat],
 ) -> Iterator[str]:
-    """Warnings about rows. `spelled`: a row with a reply that spells a special token, and the
-    token."""
+    """Warnings about rows, each once by environment and column or remark. `spelled`: a row with a
+    reply that spells a special token, and the token."""
     if spelled:
         row, token = spelled
         yield (
             f"{row}: a reply spells the special token {token!r}, which is trained as text: the "
             "model learns to write these characters, not the token (docs/sft.md); others may too"
         )
-    has_tools = not config.is_rl or any(env.turn_loop.tools for env in envs.values())
-    for source in sources if config.is_rl else ():
-        tasks = [(task, [m["role"] for m in task.messages]) for task in islice(source, NUM_ROWS)]
-        has_tools |= any(task.row.get("tools") for task, _ in tasks)
-        odd = [task for task, roles in tasks if roles[-1] == "assistant" or "user" not in roles]
-        if odd:
-            yield (
-                f"{len(odd)} of the first {len(tasks)} prompts of {source.env} end with an "
-                "assistant's turn, or have no user "
-                f"message, such as {odd[0].place}"
-            )
     chat = next((chats[name] for name in config.trained if name in chats), None)
-    yield from column_warnings(config, sources, envs, chat)
-    if has_tools:
-        from rl_core.data.warnings.tool_warnings import tool_warnings
-
-        yield from tool_warnings(config, sources, envs, chats)
-
-
-def column_warnings(
-    config: Config, sources: Sequence[TaskSource], envs: Mapping[str, Env], chat: Chat | None
-) -> Iterator[str]:
-    """Warnings about columns and messages, each once by environment and column or remark."""
+    uses = [column_use(config, source, envs.get(source.env), chat) for source in sources]
     warned: dict[str, set[str]] = {}
-    for source in sources:
-        env = envs.get(source.env)
-        use = column_use(config, source, env, chat)
-        has_prompts = env and env.turn_loop.system_prompts
+    for use in uses:
+        has_prompts = use.env and use.env.turn_loop.system_prompts
         if has_prompts or use.remarks or use.lost or use.long or use.keys or use.equal:
             from rl_core.data.warnings.use_warnings import use_warnings
 
-            yield from use_warnings(use, warned.setdefault(source.env, set()))
+            yield from use_warnings(use, warned.setdefault(use.source.env, set()))
+    of_hooks = any(env.turn_loop.tools for env in envs.values())
+    if not config.is_rl or of_hooks or any(use.has_tools for use in uses):
+        from rl_core.data.warnings.tool_warnings import tool_warnings
+
+        yield from tool_warnings(config, sources, envs, chats)

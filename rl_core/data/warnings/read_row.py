@@ -46,6 +46,7 @@ class ColumnUse:
     env: Env | None
     of_hooks: set[str]  # Columns that hooks name.
     num_rows: int = 0
+    has_tools: bool = False  # True if one of the rows has tools.
     read: dict[str, None] = field(default_factory=dict)
     filled: dict[str, None] = field(default_factory=dict)
     of_messages: set[str] = field(default_factory=set)  # Columns that a form makes `messages` of.
