@@ -124,9 +124,9 @@ def learner_bytes(plan: Plan, actor: ActorConfig, size: Size, mesh: Mesh) -> Tab
     if w == 2:
         logits += min(KEPT_LOGIT_BYTES, 2 * tokens * size.vocabulary)
     trained_ids = 0 if size.adapters else size.vocabulary
-    # A rank gathers a tp-th of the matrices of the block that is computed and of the next. With ep
-    # FSDP gathers experts apart from their block: an ep-th of one layer's at a time. In a lower
-    # precision one rank has a copy of them too.
+    # A rank gathers a tp-th of the matrices of the block that is computed and of the next, at most
+    # those of two blocks with experts. With ep FSDP gathers experts apart from their block: an
+    # ep-th of one layer's at a time. In a lower precision one rank has a copy of them too.
     is_sharded = shards > 1 or w != 4 or learner.offload == "always"
     around = size.total - size.linear - size.experts
     of_experts = size.largest_layer * (2 if mesh.ep == 1 else 1 / mesh.ep)

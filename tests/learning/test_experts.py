@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import kit
@@ -22,13 +22,14 @@ from models_table import ENV, FAMILIES, family_config, load_plain, make_family
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_core.config import parse_config
-from rl_core.distributed import Mesh, local, on_mesh, unsharded
+from rl_core.distributed import Mesh, Ranks, local, on_mesh, unsharded
 from rl_core.learning.lora import adapter_parameters, adapter_weights
 from rl_core.learning.minibatches import active_parameters, pair_work
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.models.loading import model_class
 from rl_core.models.parallel.expert_parallel import ep_plan, split_experts
 from rl_core.models.parallel.fsdp import local_slices
+from rl_core.models.parallel.tensor_parallel import check_tensor_parallel, has_experts
 from rl_core.models.policy import without_dropout
 from rl_core.models.routers import find_routers
 from rl_core.run.display.mfu import mfu, peak_flops
@@ -377,6 +378,29 @@ def test_split_experts_of_each_family_compute_what_whole_ones_do(family):
     folders = list(map(family, names))
     assert folders
     for distances in of_ranks(2, __file__, "compare_split", *folders):
+        assert max(distances) < 1e-4, dict(zip(names, distances, strict=True))
+
+
+def compare_tp(ranks, *folders) -> list[float]:
+    """Relative differences of each model's gradients on two ranks of --tp from those on one."""
+    alone = Ranks(rank=0, size=1, device=ranks.device, store=None)
+    split, distances = on_mesh(ranks, Mesh(tp=2)), []
+    for folder in folders:
+        _, expected = update(folder, imitated(), ranks=alone)
+        _, grads = update(folder, imitated()[ranks.rank :: 2], ranks=split)
+        far = [(grads[n] - x).norm() / (x.norm() + 1e-3) for n, x in expected.items()]
+        distances.append(max(map(float, far)))
+    return distances
+
+
+def test_mixtures_that_tp_splits_have_the_gradients_of_one_rank(family):
+    names = []
+    for name in FAMILIES:
+        with suppress(ValueError):  # Refused, as test_mesh.py tests.
+            check_tensor_parallel(2, family_config(name))
+            names += [name] if has_experts(family_config(name)) else []
+    assert {"qwen3_moe", "glm4_moe", "mixtral"} <= {*names}
+    for distances in of_ranks(2, __file__, "compare_tp", *map(family, names)):
         assert max(distances) < 1e-4, dict(zip(names, distances, strict=True))
 
 
