@@ -157,15 +157,35 @@ def test_two_actors_on_one_server_have_their_learners_weights(warm, tmp_path):
         assert max(row[f"learn/{name}/mismatch_kl_nats"] for row in learned) < 1e-6
 
 
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["files", "device"])
-def test_a_mixture_of_experts_samples_with_the_learners_logprobs(way, tmp_path, monkeypatch):
-    # Heads of 32, as vLLM needs on a CPU.
+@pytest.fixture
+def mixture(monkeypatch) -> str:
+    """A family with heads of 32, as vLLM needs on a CPU."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
     family = models_table.FAMILIES["qwen3_moe"] | heads
     monkeypatch.setitem(models_table.FAMILIES, "qwen3_moe", family)
-    check_experts(VLLMEngine, "qwen3_moe", way, tmp_path, num_versions=3)
+    return "qwen3_moe"
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["files", "device"])
+def test_a_mixture_of_experts_samples_with_the_learners_logprobs(way, mixture, tmp_path):
+    check_experts(VLLMEngine, mixture, way, tmp_path, num_versions=3)
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_servers_of_two_ranks_have_the_experts_that_ep_splits(mixture, torchrun, tmp_path):
+    models_table.make_family(tmp_path / "model", mixture)
+    (tmp_path / "env.py").write_text(models_table.ENV)
+    argv = words("-m rl_core.train --engine vllm --ep 2 --num_steps 3 --group_size 4")
+    argv += words(models_table.LIMITS, "--model", tmp_path / "model", "--out", tmp_path / "run")
+    torchrun(2, *argv, "--env_path", str(tmp_path / "env.py"), timeout_s=900)
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["learn/policy/grad_norm"] > 0
+        assert row["learn/policy/mismatch_kl_nats"] < 1e-6
 
 
 @needs_vllm
