@@ -36,7 +36,7 @@ from rl_core.json_limits import (
 )
 
 if TYPE_CHECKING:
-    from rl_core.types import JSON
+    from rl_core.types import AnyJSON
 
 
 LOOPBACK = "127.0.0.1"
@@ -351,7 +351,7 @@ async def read_body(request: web.Request) -> bytes:
     raise HttpError(408, f"the body was not complete after {BODY_S:g} s")
 
 
-async def read_json(request: web.Request) -> JSON:
+async def read_json(request: web.Request) -> AnyJSON:
     """The body as JSON. Raises HttpError for a body that read_body() or parse_json() refuses."""
     try:
         return parse_json(await read_body(request))
@@ -359,7 +359,7 @@ async def read_json(request: web.Request) -> JSON:
         raise HttpError(400, f"the body is not JSON: {error}") from None
 
 
-def parse_json(body: bytes) -> JSON:
+def parse_json(body: bytes) -> AnyJSON:
     """The value of a JSON body. Raises ValueError unless the body is JSON in UTF-8, without lone
     surrogates, and nested at most MAX_DEPTH levels."""
     text = body.decode()

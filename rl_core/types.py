@@ -4,6 +4,7 @@ batch, N sequences in a batch."""
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,12 +12,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-# A value that somebody else wrote, as json.loads() returns it: the reader checks its shape.
-JSON: TypeAlias = Any
-JSONObject: TypeAlias = dict[str, JSON]  # A JSON object: a request, a reply, a schema.
-Row: TypeAlias = dict[str, JSON]  # A row of a data set: column name to value.
+# A value whose reader asks for its type.
+JSON: TypeAlias = "str | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
+# A value that json.loads() returns, of a shape that is checked elsewhere.
+AnyJSON: TypeAlias = Any
+JSONObject: TypeAlias = dict[str, AnyJSON]  # A JSON object: a request, a reply, a schema.
+Row: TypeAlias = dict[str, AnyJSON]  # A row of a data set: column name to value.
 # A chat message: {"role": "user", "content": "..."} and the keys that a chat template reads.
-Message: TypeAlias = dict[str, JSON]
+Message: TypeAlias = dict[str, AnyJSON]
 
 
 class RunError(Exception):

@@ -13,7 +13,7 @@ from typing import Union, get_args, get_origin
 import yaml
 
 from rl_core.errors import near_name, split
-from rl_core.types import JSON
+from rl_core.types import AnyJSON
 
 # Flag with two values -> their meaning and an example.
 PAIRS = {
@@ -28,7 +28,7 @@ NONE = "rl_core has no counterpart"  # The answer to a flag of others that is le
 PEERS = Path(__file__).parent / "flag_aliases.yaml"
 
 
-def wrong_value(flag: str, errors: Sequence[JSON], kind: object) -> ValueError:
+def wrong_value(flag: str, errors: Sequence[AnyJSON], kind: object) -> ValueError:
     """The error of pydantic's errors, with the flag, its value and the rule."""
     error, location = errors[0], errors[0]["loc"]
     rules = [re.sub(r"^\w+ should", "must", one["msg"]) for one in errors]

@@ -22,7 +22,7 @@ from rl_core.config.flag_parsing import flags_in, is_table, typed, validated
 from rl_core.config.rules import check
 
 if TYPE_CHECKING:
-    from rl_core.types import JSON, JSONObject
+    from rl_core.types import AnyJSON, JSONObject
 
 
 @cache
@@ -149,9 +149,9 @@ def add_online_defaults(tree: JSONObject) -> JSONObject:
     return DEFAULTS | tree
 
 
-def given_flags(argv: list[str]) -> list[tuple[str, JSON]]:
+def given_flags(argv: list[str]) -> list[tuple[str, AnyJSON]]:
     """(name, value) of each flag; the value is True where none follows."""
-    flags: list[tuple[str, JSON]] = []
+    flags: list[tuple[str, AnyJSON]] = []
     for arg in argv:
         name, equals, value = arg.partition("=")
         name = "--online.on" if name == "--online" else name

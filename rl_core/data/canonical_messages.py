@@ -4,7 +4,7 @@ which data/messages.py describes."""
 from __future__ import annotations
 
 from rl_core.data.messages import CANONICAL_ROLES, RULE, check_text, shorten
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 
 def is_plain(messages: object) -> bool:
@@ -20,7 +20,7 @@ def is_plain_message(message: object) -> bool:
     return message["role"] in CANONICAL_ROLES and isinstance(message["content"], str)
 
 
-def canonical_messages(messages: JSON, notes: list[str] | None = None) -> list[Message]:
+def canonical_messages(messages: AnyJSON, notes: list[str] | None = None) -> list[Message]:
     """A copy of a conversation in the canonical form. `notes` collects a line for each value that
     was mapped. Raises ValueError for a message that cannot be mapped; the error has its number,
     counted from 1."""
@@ -38,7 +38,7 @@ def canonical_messages(messages: JSON, notes: list[str] | None = None) -> list[M
     return read
 
 
-def canonical_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObject] | None:
+def canonical_tools(tools: AnyJSON, notes: list[str] | None = None) -> list[JSONObject] | None:
     """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}};
     None for an empty list. Raises ValueError for another value."""
     if tools is None or tools == []:

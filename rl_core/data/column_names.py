@@ -8,7 +8,7 @@ from rl_core.data.context_columns import CONTEXT_COLUMNS
 from rl_core.data.messages import json_value
 from rl_core.data.task_rows import PROMPT_COLUMNS
 from rl_core.errors import nearest
-from rl_core.types import JSON, Row
+from rl_core.types import AnyJSON, Row
 
 NUM_ROWS = 200  # The first rows of each file are searched for a column.
 MISSING = object()
@@ -37,7 +37,7 @@ class RenamedColumns(Sequence):
         return {name: value for name, value in row.items() if name not in self.hidden} | renamed
 
 
-def nested_value(value: JSON, path: str) -> JSON:
+def nested_value(value: AnyJSON, path: str) -> AnyJSON:
     """The value at a path of names and numbers of list items, with dots between them; MISSING if
     there is none. A name that has dots itself comes before a path. Objects and lists may be JSON
     text."""
@@ -51,7 +51,7 @@ def nested_value(value: JSON, path: str) -> JSON:
     return child(value, path)
 
 
-def child(value: JSON, name: str) -> JSON:
+def child(value: AnyJSON, name: str) -> AnyJSON:
     value = json_value(value) if isinstance(value, str) else value
     if isinstance(value, dict):
         return value.get(name, MISSING)
@@ -60,7 +60,7 @@ def child(value: JSON, name: str) -> JSON:
     return MISSING
 
 
-def nested_names(value: JSON, prefix: str = "") -> Iterator[str]:
+def nested_names(value: AnyJSON, prefix: str = "") -> Iterator[str]:
     """The columns of a row and the paths to the keys of nested objects."""
     value = json_value(value) if isinstance(value, str) and prefix else value
     for name, inner in value.items() if isinstance(value, dict) else ():

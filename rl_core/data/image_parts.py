@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rl_core.types import JSON, InputImage, JSONObject, Message, Trajectory
+from rl_core.types import AnyJSON, InputImage, JSONObject, Message, Trajectory
 
 IMAGE_COLUMNS = ("image", "images")
 SIDE_IMAGES = ("chosen_images", "rejected_images")  # Of one reply of a pair, as in ms-swift.
@@ -37,13 +37,13 @@ def is_picture(value: object) -> bool:
     return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
 
 
-def has_image(message: JSON) -> bool:
+def has_image(message: AnyJSON) -> bool:
     content = message.get("content") if isinstance(message, dict) else None
     is_list = isinstance(content, (list, tuple))
     return is_picture(content) or (is_list and any(map(is_image_part, content)))
 
 
-def have_images(value: JSON) -> bool:
+def have_images(value: AnyJSON) -> bool:
     """True for a list of messages of which one has an image."""
     return isinstance(value, (list, tuple)) and any(map(has_image, value))
 
@@ -73,7 +73,7 @@ def images_of(messages: Sequence[Message]) -> list[InputImage]:
     return images
 
 
-def loaded_messages(value: JSON, folder: Path | None) -> list[JSON] | None:
+def loaded_messages(value: AnyJSON, folder: Path | None) -> list[AnyJSON] | None:
     """The messages with canonical parts for their images; None if the value has none."""
     if not have_images(value):
         return None
@@ -130,11 +130,11 @@ def with_stored_images(text: str, folder: Path) -> str:
     return STORED_URL.sub(lambda match: f'"image": "{store_image(match[1], folder)}"', text)
 
 
-def is_image_url(value: JSON) -> bool:
+def is_image_url(value: AnyJSON) -> bool:
     return isinstance(value, str) and value.startswith("data:image/")
 
 
-def without_pixels(value: JSON, depth: int = 5) -> JSON:
+def without_pixels(value: AnyJSON, depth: int = 5) -> AnyJSON:
     """A value for people: data: URLs of images down to `depth` are replaced by shown_image()."""
     if is_image_url(value):
         from rl_core.data.images import image_of

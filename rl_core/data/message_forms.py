@@ -22,7 +22,7 @@ from rl_core.data.messages import (
 )
 from rl_core.data.thought_marks import MARKS
 from rl_core.data.thoughts import leading_thoughts
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 # Roles of ShareGPT, LangChain, Gemini, ms-swift and older OpenAI APIs.
 ROLES = {
@@ -54,7 +54,7 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 GIVE_TRAIN = 'give the message "train": true or false instead'
 
 
-def converted(message: JSON, number: int, notes: list[str] | None) -> list[Message]:
+def converted(message: AnyJSON, number: int, notes: list[str] | None) -> list[Message]:
     """The canonical messages of one message, of which results of functions are messages of their
     own. Raises ValueError with the number."""
     where = f"message {number}"
@@ -74,7 +74,7 @@ class NoMessageError(ValueError):
     """Raised for a value that is not a message."""
 
 
-def canonical_message(value: JSON, where: str, notes: list[str] | None = None) -> Message:
+def canonical_message(value: AnyJSON, where: str, notes: list[str] | None = None) -> Message:
     """The canonical form of one message. Raises NoMessageError if `value` has no role, or neither
     content nor calls, and ValueError for another fault."""
     if not isinstance(value, dict):
@@ -105,7 +105,7 @@ def canonical_message(value: JSON, where: str, notes: list[str] | None = None) -
     return message
 
 
-def split_results(value: JSON, where: str, notes: list[str] | None) -> list[JSON]:
+def split_results(value: AnyJSON, where: str, notes: list[str] | None) -> list[AnyJSON]:
     """The message, and the results of functions in it as messages of tools. An assistant's text
     follows the results of its calls."""
     if not isinstance(value, dict):
@@ -137,13 +137,13 @@ def split_results(value: JSON, where: str, notes: list[str] | None) -> list[JSON
     return [*calling, *tools, *([text] if is_text else [])]
 
 
-def function_part(item: JSON) -> str | None:
+def function_part(item: AnyJSON) -> str | None:
     """The key of the call or the result in a part of a content."""
     keys = (*CALL_PARTS, *RESULT_KEYS) if isinstance(item, dict) else ()
     return next((key for key in keys if item.get(key) is not None), None)
 
 
-def result_message(result: JSON, message: Message) -> Message:
+def result_message(result: AnyJSON, message: Message) -> Message:
     """A tool's message with a result: a text, or an object with a name and a response."""
     made = {"role": "tool"}
     if known_role(str(message.get("role"))) == "tool":
@@ -206,7 +206,7 @@ def set_calls(message: Message, where: str, notes: list[str]) -> None:
     message.setdefault("content", None)
 
 
-def canonical_call(call: JSON, where: str, notes: list[str]) -> JSONObject:
+def canonical_call(call: AnyJSON, where: str, notes: list[str]) -> JSONObject:
     if isinstance(call, str):
         call = json_value(call)
     is_wrapped = isinstance(call, dict) and call.get("function") is not None
@@ -244,7 +244,7 @@ def canonical_call(call: JSON, where: str, notes: list[str]) -> JSONObject:
     return {"type": "function"} | kept | {"function": function}
 
 
-def messages_in_text(text: str) -> JSON:
+def messages_in_text(text: str) -> AnyJSON:
     """The messages in the JSON text, or Python literal, of a list of messages. Other text is
     returned unchanged."""
     if not text.lstrip().startswith("["):
@@ -257,7 +257,7 @@ def messages_in_text(text: str) -> JSON:
     return value if is_list and all(map(is_message, value)) else text
 
 
-def is_message(value: JSON) -> bool:
+def is_message(value: AnyJSON) -> bool:
     if not isinstance(value, dict):
         return False
     role = value.get("role", value.get("from"))

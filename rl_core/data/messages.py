@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 CANONICAL_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA_KEYS = ("image", "images", "video", "videos", "audio", "audios")
@@ -39,7 +39,7 @@ NOT_READ = (
 RULE = 'must be a list of {"role": ..., "content": ...}'
 
 
-def is_filled(value: JSON) -> bool:
+def is_filled(value: AnyJSON) -> bool:
     return value is not None and not (isinstance(value, (str, list, dict)) and not value)
 
 
@@ -58,7 +58,7 @@ def shorten(value: object, width: int = 80) -> str:
     return text
 
 
-def read_flag(key: str, value: JSON) -> bool:
+def read_flag(key: str, value: AnyJSON) -> bool:
     """A value of TRAIN_KEYS as a bool. Raises ValueError for any other value."""
     flag = value.item() if hasattr(value, "item") else value  # numpy's
     if isinstance(flag, str):
@@ -71,7 +71,7 @@ def read_flag(key: str, value: JSON) -> bool:
     return bool(flag)
 
 
-def json_value(text: str) -> JSON:
+def json_value(text: str) -> AnyJSON:
     """The value of a JSON text. Text that is not JSON is returned unchanged."""
     with suppress(ValueError, RecursionError):
         return json.loads(text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rl_core.data.canonical_messages import canonical_messages
 from rl_core.data.messages import json_value, shorten, text_of
 from rl_core.data.thoughts import leading_thoughts
-from rl_core.types import JSON, JSONObject, Message, Row
+from rl_core.types import AnyJSON, JSONObject, Message, Row
 
 PAIR = ("chosen", "rejected")
 # Columns that may say which of two replies is better.
@@ -198,7 +198,7 @@ def is_hh(text: object) -> bool:
 def ranked_row(
     names: tuple[str, str],
     preference: str,
-    sides: dict[JSON, int] | None = None,
+    sides: dict[AnyJSON, int] | None = None,
     prompt: str | None = None,
 ) -> Callable[[Row], Row]:
     """Reads a pair of replies by its preference: negative for the first one, positive for the
@@ -221,7 +221,7 @@ def ranked_row(
     return read
 
 
-def ranked(first: JSON, second: JSON, preference: float) -> Row:
+def ranked(first: AnyJSON, second: AnyJSON, preference: float) -> Row:
     chosen, rejected = (second, first) if preference > 0 else (first, second)
     made = {"chosen": chosen, "rejected": rejected}
     return made | ({"tied": True} if preference == 0 else {})
@@ -243,7 +243,7 @@ def arena_row(row: Row) -> Row:
     return made | {"messages": [{"role": "user", "content": asked[0]}]}
 
 
-def exchange(question: JSON, reply: JSON) -> list[JSONObject]:
+def exchange(question: AnyJSON, reply: AnyJSON) -> list[JSONObject]:
     return [
         {"role": "user", "content": question or ""},
         {"role": "assistant", "content": reply or ""},
@@ -326,7 +326,7 @@ def turns_in(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
     return list(zip(parts[::2], parts[1::2], strict=True))
 
 
-def conversation_in(value: JSON, role: str) -> JSON:
+def conversation_in(value: AnyJSON, role: str) -> AnyJSON:
     """The messages in hh-rlhf's or HelpSteer's text, or in Capybara's list of inputs and outputs;
     any other value is returned unchanged. A reply of `role` that is empty is kept; at the end of
     another text it stands for the generation prompt."""

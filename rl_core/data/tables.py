@@ -29,7 +29,7 @@ from rl_core.data.rows import (
     suffix_of,
 )
 from rl_core.errors import nearest
-from rl_core.types import JSON, Row
+from rl_core.types import AnyJSON, Row
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -188,7 +188,7 @@ def undecoded(rows: HubTable) -> HubTable:
     return rows
 
 
-def messages_as_written(column: str, value: JSON) -> JSON:
+def messages_as_written(column: str, value: AnyJSON) -> AnyJSON:
     """A cell of a table. In messages and tools a table gives every object each key that one of the
     column has, with None where it was absent: these keys are left out, at any depth."""
     items = value if isinstance(value, list) else [value]
@@ -202,7 +202,7 @@ def pandas_rows(frame: DataFrame) -> list[Row]:
     return [{k: messages_as_written(k, without_arrays(v)) for k, v in row.items()} for row in rows]
 
 
-def without_arrays(value: JSON) -> JSON:
+def without_arrays(value: AnyJSON) -> AnyJSON:
     """A copy with lists in place of arrays, at any depth."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -300,7 +300,7 @@ def read_rewards(file: Path) -> dict[str, list[Row]]:
     return by_file
 
 
-def without_nulls(value: JSON) -> JSON:
+def without_nulls(value: AnyJSON) -> AnyJSON:
     """A copy without the keys that are None, at any depth. In a table every object of a column has
     the keys of all others, with None for its missing ones."""
     if isinstance(value, dict):

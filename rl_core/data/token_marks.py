@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from rl_core.types import JSON
+from rl_core.types import AnyJSON
 
 # Unicode keeps it for internal use: templates and tokenizers have no rule for it.
 MARK = "\ufdd0"
@@ -22,7 +22,7 @@ class TokenMarks:
         # Every turn renders a conversation's messages again.
         self._marked_text = lru_cache(512)(self._mark_text)
 
-    def marked(self, value: JSON) -> JSON:
+    def marked(self, value: AnyJSON) -> AnyJSON:
         """A message, or a part of one, in which Chat.encode() makes no string a special token."""
         if isinstance(value, str):
             return self._marked_text(value)

@@ -18,7 +18,7 @@ from rl_core.data.thoughts import leading_thoughts, thought_spans
 from rl_core.data.token_marks import unmarked
 from rl_core.data.token_stream import text_after
 from rl_core.json_limits import check_value
-from rl_core.types import JSON, Completion, JSONObject, Message
+from rl_core.types import AnyJSON, Completion, JSONObject, Message
 
 # An argument as XML in the formats of Qwen, MiniMax and GLM.
 ARGUMENT = (
@@ -119,13 +119,13 @@ class JsonNames(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
 
-def literal_value(node: ast.expr) -> JSON:
+def literal_value(node: ast.expr) -> AnyJSON:
     """The value of a literal of Python, in which JSON's names may stand. Raises TypeError for one
     that JSON lacks, since templates and services could not write it."""
     return json.loads(json.dumps(ast.literal_eval(JsonNames().visit(node))))
 
 
-def python_collection(text: str) -> JSON:
+def python_collection(text: str) -> AnyJSON:
     """The list or object that a text writes as Python; else the text."""
     try:
         value = literal_value(ast.parse(text.strip(), mode="eval").body)
@@ -134,7 +134,7 @@ def python_collection(text: str) -> JSON:
     return value if isinstance(value, (list, dict)) else text
 
 
-def typed_value(text: str, schema: JSON, root: JSON = None) -> JSON:
+def typed_value(text: str, schema: AnyJSON, root: AnyJSON = None) -> AnyJSON:
     """The value of an argument that is written as text: an enumerated value of the schema; null
     where the schema allows null; the text itself where it allows a string; else the value as JSON
     or Python. `root`: the schema that `$ref` refers to."""
@@ -157,7 +157,7 @@ def typed_value(text: str, schema: JSON, root: JSON = None) -> JSON:
     return text
 
 
-def same_value(a: JSON, b: JSON) -> bool:
+def same_value(a: AnyJSON, b: AnyJSON) -> bool:
     """True if both are equal as JSON, where true is not 1."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
@@ -168,7 +168,7 @@ def properties_of(function: JSONObject) -> JSONObject:
     return resolved(parameters, parameters).get("properties") or {}
 
 
-def resolved(schema: JSON, root: JSON, depth: int = 0) -> JSON:
+def resolved(schema: AnyJSON, root: AnyJSON, depth: int = 0) -> AnyJSON:
     """A schema, or the one that its `$ref` names by a path in `root`; {} if there is none."""
     if not isinstance(schema, dict):
         return schema if schema is not None else {}
@@ -185,7 +185,7 @@ def resolved(schema: JSON, root: JSON, depth: int = 0) -> JSON:
     return resolved({**target, **{k: v for k, v in schema.items() if k != "$ref"}}, root, depth + 1)
 
 
-def allowed(schema: JSON, root: JSON = None, depth: int = 0) -> tuple[list[str], list | None]:
+def allowed(schema: AnyJSON, root: AnyJSON = None, depth: int = 0) -> tuple[list[str], list | None]:
     """(JSON types that a schema allows, its enumerated values or None). `true` and a schema without
     a type allow a string."""
     schema = resolved(schema, root)
@@ -210,12 +210,12 @@ def allowed(schema: JSON, root: JSON = None, depth: int = 0) -> tuple[list[str],
     return ["string"], None
 
 
-def is_typed(schema: JSON) -> bool:
+def is_typed(schema: AnyJSON) -> bool:
     keys = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "properties", "items", "$ref")
     return isinstance(schema, dict) and any(key in schema for key in keys)
 
 
-def json_type(value: JSON) -> str:
+def json_type(value: AnyJSON) -> str:
     """The name of a value's type in a JSON schema."""
     if value is None:
         return "null"

@@ -6,7 +6,7 @@ import ast
 import re
 
 from rl_core.data.messages import json_value, shorten
-from rl_core.types import JSON, JSONObject
+from rl_core.types import AnyJSON, JSONObject
 
 JSON_TYPES = {
     "str": "string",
@@ -25,7 +25,7 @@ VALUES = ("default", "const", "enum", "example", "examples")
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 
 
-def without_null_keys(schema: JSON, has_names: bool = False) -> JSON:
+def without_null_keys(schema: AnyJSON, has_names: bool = False) -> AnyJSON:
     """A copy of a function or schema without its keys that are null, as tables that were written to
     JSON have them: no schema is null. Values such as a default stay as they are. `has_names`: the
     keys are names, as those of properties."""
@@ -112,7 +112,7 @@ def schema_of_type(node: ast.expr) -> JSONObject:
     return union if name == "Union" else {"type": kind, "items": union}
 
 
-def read_tools(tools: JSON, notes: list[str] | None = None) -> list[JSONObject] | None:
+def read_tools(tools: AnyJSON, notes: list[str] | None = None) -> list[JSONObject] | None:
     """Tools from a list or its JSON text, each as {"type": "function", "function": {"name", ...}},
     with_schema(); None for an empty list. Raises ValueError for another value."""
     source = tools

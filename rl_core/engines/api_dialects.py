@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.data.image_parts import has_image
 from rl_core.data.messages import text_of, with_text_arguments
-from rl_core.types import JSON, JSONObject, Message, SamplingParams
+from rl_core.types import AnyJSON, JSONObject, Message, SamplingParams
 
 if TYPE_CHECKING:
     import httpx
@@ -51,7 +51,7 @@ class Dialect(Protocol):
         know them. Raises ValueError for a parameter that the API lacks."""
         ...
 
-    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: AnyJSON) -> tuple[Message, str, dict[str, int]]:
         """(message, finish reason, number of tokens for each name in COUNTED). Raises LookupError,
         TypeError, ValueError or AttributeError for a malformed response."""
         ...
@@ -90,7 +90,7 @@ class ChatCompletions:
             "seed": seed >> 1,  # Some endpoints read a signed 32-bit number.
         }
 
-    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: AnyJSON) -> tuple[Message, str, dict[str, int]]:
         choice = answer["choices"][0]
         message = spoken(choice["message"].get("content") or "")
         if choice["message"].get("tool_calls"):
@@ -135,7 +135,7 @@ class Responses(ChatCompletions):
             "store": False,
         }
 
-    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: AnyJSON) -> tuple[Message, str, dict[str, int]]:
         texts, calls = [], []
         for item in answer["output"]:
             if item["type"] == "message":
@@ -200,7 +200,7 @@ class Messages:
             "tools": [tool_of(function) for function in functions] or None,
         }
 
-    def read(self, answer: JSON) -> tuple[Message, str, dict[str, int]]:
+    def read(self, answer: AnyJSON) -> tuple[Message, str, dict[str, int]]:
         texts, calls = [], []
         for block in answer["content"]:
             if block["type"] == "text":
@@ -240,7 +240,7 @@ def called(call_id: str, name: str, arguments: str) -> JSONObject:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def counted(answer: JSON) -> dict[str, int]:
+def counted(answer: AnyJSON) -> dict[str, int]:
     usage = answer.get("usage") or {}
     numbers = (usage.get("input_tokens") or 0, usage.get("output_tokens") or 0)
     return dict(zip(COUNTED, numbers, strict=True))

@@ -42,7 +42,7 @@ from rl_core.http_guard import (
 from rl_core.metrics import KINDS, Mean, Metric, add_metrics
 from rl_core.models.weight_gathering import exhaust
 from rl_core.sampling.engine import Engine, EngineDied
-from rl_core.types import JSON, Completion, RunError, SamplingParams
+from rl_core.types import AnyJSON, Completion, RunError, SamplingParams
 
 dumps = partial(json.dumps, default=float)  # Converts scalars of torch and numpy.
 BUCKET_BYTES = 512 << 20
@@ -52,7 +52,7 @@ ERRORS = {503: EngineDied, 500: RunError, 400: ValueError}
 
 
 async def ask(
-    url: str, body: JSON = None, token: str = "", timeout_s: float | None = None
+    url: str, body: AnyJSON = None, token: str = "", timeout_s: float | None = None
 ) -> tuple[int, bytes]:
     """(status, content) of a POST of JSON; of a GET without a body. Raises EngineDied if there is
     no answer in time. Cancelling it closes the connection."""
@@ -103,7 +103,7 @@ class WeightChannel:
                 yield name, values.view(shape)
             del flat, values
 
-    def _broadcast_json(self, value: JSON) -> JSON:
+    def _broadcast_json(self, value: AnyJSON) -> AnyJSON:
         """The first learner's value; other ranks pass None."""
         data = b"" if value is None else json.dumps(value).encode()
         size = int(self._broadcast(torch.tensor([len(data)], device=self.device)))
@@ -319,7 +319,7 @@ class EngineClient:
     num_open: int = 0
     ended: list[str] = field(default_factory=list)  # Sessions to end; sent with the next request.
 
-    async def ask(self, verb: str, timeout_s: float | None = None, **body) -> JSON:
+    async def ask(self, verb: str, timeout_s: float | None = None, **body) -> AnyJSON:
         status, content = await ask(f"{self.url}/{verb}", body, self.token, timeout_s)
         answer = json.loads(content)
         if status != 200:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from rl_core.engines.hf_sampling import CACHE_NAMES, RowCaches
 from rl_core.engines.kv_slots import SlotCache
 from rl_core.learning.moe import Routers
-from rl_core.types import JSON
+from rl_core.types import AnyJSON
 
 KEPT = "experts"  # Name of the cache's entry.
 
@@ -28,12 +28,12 @@ class Recorder:
         decoder.register_forward_pre_hook(self.begin, with_kwargs=True)
         decoder.register_forward_hook(self.keep, with_kwargs=True)
 
-    def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, JSON]) -> None:
+    def begin(self, _: nn.Module, args: tuple, kwargs: dict[str, AnyJSON]) -> None:
         # Not the learner, which may have the same model.
         if kwargs.get("slot_plan") or kwargs.get("use_cache"):
             self.routers.open()
 
-    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, JSON], output: JSON) -> None:
+    def keep(self, _: nn.Module, args: tuple, kwargs: dict[str, AnyJSON], output: AnyJSON) -> None:
         if not self.routers.is_open:
             return
         self.routers.close()

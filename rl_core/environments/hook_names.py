@@ -11,13 +11,13 @@ from rl_core.data.messages import shorten
 from rl_core.environments.env_hooks import marked_rewards
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.episode import is_list
-from rl_core.types import JSON
+from rl_core.types import AnyJSON
 
 FUNCTIONS = (*ARGUMENTS, "reward_fn", "group_reward_fn", "load_tasks", "advantage_fn")
 FUNCTIONS += ("row_to_prompt",)
 
 
-def is_agent(value: JSON) -> bool:
+def is_agent(value: AnyJSON) -> bool:
     return callable(value) or (is_list(value, str) and len(value) > 0)
 
 
@@ -29,7 +29,7 @@ def is_prompts(value: object) -> bool:
     return isinstance(value, dict) and is_list([*value, *value.values()], str)
 
 
-def is_finite(value: JSON) -> bool:
+def is_finite(value: AnyJSON) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 

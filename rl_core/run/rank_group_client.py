@@ -19,7 +19,7 @@ from rl_core.engines.remote import EngineClient, RemoteEngine, engines_at, recei
 from rl_core.learning.sample_exchange import from_bytes, to_bytes
 from rl_core.plugin import Plugin, RunState
 from rl_core.sampling.engine import EngineDied
-from rl_core.types import JSON, JSONObject, RunError, TrainingSample
+from rl_core.types import AnyJSON, JSONObject, RunError, TrainingSample
 
 
 def connect_rank_groups(
@@ -107,10 +107,10 @@ class RankGroupClient(Plugin):
     async def finish(self) -> None:
         await self.ask_all("finish")
 
-    async def ask_all(self, verb: str, **body: JSON) -> list[JSON]:
+    async def ask_all(self, verb: str, **body: AnyJSON) -> list[AnyJSON]:
         """The answers of all groups' ranks to rank 0, on all ranks. Every rank must call it. Raises
         RunError on all ranks."""
-        answers: list[JSON] = []
+        answers: list[AnyJSON] = []
         error = ""
         if self.trainer.ranks.rank == 0:
             try:
@@ -131,7 +131,7 @@ class RankGroupClient(Plugin):
         for number in pairs_of(ranks.rank, ranks.size, ranks.size, len(servers)):
             yield number, servers[number % len(servers)]
 
-    async def ask(self, server: EngineClient, verb: str, **body: JSON) -> JSON:
+    async def ask(self, server: EngineClient, verb: str, **body: AnyJSON) -> AnyJSON:
         return await server.ask(verb, timeout_s=self.trainer.config.timeout_s, **body)
 
     @contextmanager

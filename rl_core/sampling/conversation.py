@@ -18,7 +18,7 @@ from rl_core.data.token_stream import TokenStream
 from rl_core.sampling.engine import Engine
 from rl_core.sampling.reward_parts import NOT_APPLIED, env_metrics, reward_values
 from rl_core.types import (
-    JSON,
+    AnyJSON,
     Completion,
     InputImage,
     JSONObject,
@@ -142,7 +142,7 @@ class Conversation:
         return f"{self.session}#{self.num_replies}"
 
     async def respond(
-        self, messages: str | Sequence[Message] = (), state_key: JSON = None, **limits: JSON
+        self, messages: str | Sequence[Message] = (), state_key: AnyJSON = None, **limits: AnyJSON
     ) -> Conversation:
         """Continues this conversation with `messages` and the actor's next turn, and returns it.
         If the context is full, the text is "" and the conversation is truncated. Raises ValueError

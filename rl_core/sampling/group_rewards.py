@@ -10,7 +10,7 @@ from rl_core.sampling.actor import EpisodeActors
 from rl_core.sampling.deadlines import wait_for_all
 from rl_core.sampling.hooks import Hook, refuse_none
 from rl_core.sampling.reward_parts import add_parts, finite
-from rl_core.types import JSON, Task, Trajectory
+from rl_core.types import AnyJSON, Task, Trajectory
 
 
 async def group_rewards(
@@ -29,7 +29,7 @@ async def group_reward(
     hook: Hook, task: Task, group: list[Trajectory], actors: EpisodeActors
 ) -> tuple[Hook, list[Trajectory], list[float | None]]:
     arguments = {"trajectories": group, "task": task, "prompt": task.messages}
-    values: JSON = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
+    values: AnyJSON = await hook(task, arguments | {"actor": group[0].actor, "actors": actors})
     source = f"{hook.path}: what {hook.name}() returned"
     refuse_none(values, f"{hook.name}()", hook.path)
     values = values.tolist() if hasattr(values, "tolist") else values

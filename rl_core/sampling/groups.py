@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rl_core.config import Config
 from rl_core.data.task_rows import shown_columns
 from rl_core.sampling.conversation import SAMPLING_FLAGS
-from rl_core.types import JSON, JSONObject, SamplingParams, Task, Trajectory, counter_seed
+from rl_core.types import AnyJSON, JSONObject, SamplingParams, Task, Trajectory, counter_seed
 
 # API actors ignore --sampling.top_k, top_p and min_p, because many endpoints reject them.
 NO_LIMITS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -55,7 +55,7 @@ def training_group(config: Config, position: int, task: Task) -> Group:
 
 
 def make_group(
-    config: Config, task: Task, sampling: JSONObject | None = None, **fields: JSON
+    config: Config, task: Task, sampling: JSONObject | None = None, **fields: AnyJSON
 ) -> Group:
     """`sampling`: sampling parameters of an evaluation; None uses each actor's training parameters.
     `fields`: further fields of the Group, such as size, batch and number."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from rl_core.data.messages import shorten
 from rl_core.sampling.hooks import NO_RETURN, Hook
-from rl_core.types import JSON
+from rl_core.types import AnyJSON
 
 MAX_PARTS = 100  # Names in a dict of rewards; each becomes a metric of every step.
 # Metrics of a trajectory that the trainer records itself.
@@ -20,7 +20,7 @@ RECORDED = re.compile(
 )
 
 
-def plain(value: JSON) -> JSON:
+def plain(value: AnyJSON) -> AnyJSON:
     """A scalar of numpy or torch as a Python number, for JSON; any other value unchanged."""
     return value.item() if hasattr(value, "item") else value
 

@@ -23,7 +23,7 @@ from rl_core.tools.memory_estimate import (
 if TYPE_CHECKING:
     from rl_core.distributed import Mesh
     from rl_core.run.plan.plan import Plan
-    from rl_core.types import JSON, JSONObject
+    from rl_core.types import AnyJSON, JSONObject
 
 Flags = dict[str, str | int | float]
 LEARN_FRAC = 0.9  # Fraction of a GPU for a learner. The rest: NCCL's buffers and fragmentation.
@@ -148,7 +148,7 @@ def fitting_flags(
     return None
 
 
-def changed(settings: JSON, path: str, value: JSON) -> JSON:
+def changed(settings: AnyJSON, path: str, value: AnyJSON) -> AnyJSON:
     """A copy of a dataclass or dict with another value at the path."""
     name, _, rest = path.partition(".")
     if isinstance(settings, dict):

@@ -18,7 +18,7 @@ from rl_core.environments.agents.program import TASK_FILE, CommandResult, files_
 from rl_core.errors import nearest
 from rl_core.sandbox import boxes
 from rl_core.scratch import scratch_prefix
-from rl_core.types import JSON, Row
+from rl_core.types import AnyJSON, Row
 
 # Paths inside a box.
 WORKSPACE = "/app"
@@ -112,7 +112,7 @@ async def run_boxed(
     )
 
 
-def make_box(value: JSON, path: str, command: Sequence[str]) -> CommandBox:
+def make_box(value: AnyJSON, path: str, command: Sequence[str]) -> CommandBox:
     """Reads the setting `box` of the environment's file at `path`. The box shows the files that
     the command names. Raises ValueError for a wrong setting."""
     settings = {} if value is True else dict(value)

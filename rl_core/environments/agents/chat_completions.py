@@ -23,7 +23,7 @@ from rl_core.environments.agents.requests import (
     stops_of,
     wanted,
 )
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 PATH = "/v1/chat/completions"
 MAX_REPLIES = 128  # Limit of `n`, the same as OpenAI's.
@@ -77,7 +77,7 @@ def read(body: JSONObject) -> Request:
     )
 
 
-def read_tools(tools: list[JSON]) -> list[JSONObject] | None:
+def read_tools(tools: list[AnyJSON]) -> list[JSONObject] | None:
     functions = []
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -88,7 +88,7 @@ def read_tools(tools: list[JSON]) -> list[JSONObject] | None:
     return functions or None
 
 
-def read_message(message: JSON) -> Message:
+def read_message(message: AnyJSON) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refusal(f"messages: {str(message)[:80]} is no message with a role")
     role = "system" if message["role"] == "developer" else message["role"]
@@ -134,7 +134,7 @@ def stream(replies: Sequence[Reply], request: Request) -> Iterator[str]:
     """Server-sent events."""
     head = header(replies[0], request, "chat.completion.chunk")
 
-    def chunk(index: int, delta: JSONObject, finish: str | None = None, **more: JSON) -> str:
+    def chunk(index: int, delta: JSONObject, finish: str | None = None, **more: AnyJSON) -> str:
         choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
         return event(head | {"choices": [choice | more]})
 

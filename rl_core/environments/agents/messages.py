@@ -23,7 +23,7 @@ from rl_core.environments.agents.requests import (
     text_of_parts,
     wanted,
 )
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 PATH = "/v1/messages"
 FIELDS = Fields(
@@ -128,7 +128,7 @@ def continued(request: Request, earlier: Request) -> None:
     request.tools = earlier.tools
 
 
-def read_message(message: JSON) -> list[Message]:
+def read_message(message: AnyJSON) -> list[Message]:
     """A message's blocks as messages: results of tools each one, then texts and images."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise Refusal(f"messages: {str(message)[:80]} is no message of user or assistant")

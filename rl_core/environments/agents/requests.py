@@ -12,7 +12,7 @@ from rl_core.data.image_parts import image_part, is_image_part
 from rl_core.data.images import URL_FIX, image_of
 from rl_core.errors import near_name
 from rl_core.json_limits import check_value
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 # Values that ask for nothing.
 NEUTRAL = {
@@ -140,7 +140,7 @@ class Request:
     is_long: bool = False  # Work that takes time with its size leaves the event loop.
     continues: str | None = None  # Id of the kept reply whose conversation comes first.
     is_kept: bool = False  # Later requests may continue the reply.
-    seed: JSON = None  # Only distinguishes requests; sampling does not use it.
+    seed: AnyJSON = None  # Only distinguishes requests; sampling does not use it.
     overridden: list[str] = field(default_factory=list)  # Fields that the run overrides.
 
 
@@ -209,7 +209,7 @@ def mark_prefix(messages: list[Message]) -> bool:
     return True
 
 
-def called(call_id: JSON, name: JSON, arguments: JSONObject) -> JSONObject:
+def called(call_id: AnyJSON, name: AnyJSON, arguments: JSONObject) -> JSONObject:
     """A call in a message, in the format of chat templates. Raises Refusal if the name is not a
     non-empty string."""
     if not isinstance(name, str) or not name:
@@ -220,8 +220,8 @@ def called(call_id: JSON, name: JSON, arguments: JSONObject) -> JSONObject:
 
 
 def wanted(
-    body: JSONObject, name: str, kind: type | tuple[type, ...], default: JSON = None
-) -> JSON:
+    body: JSONObject, name: str, kind: type | tuple[type, ...], default: AnyJSON = None
+) -> AnyJSON:
     """A field of the request's body. Raises Refusal if it is of another kind."""
     value = body.get(name)
     if value is None:
@@ -270,7 +270,7 @@ def stops_of(body: JSONObject, name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def read_tool(name: JSON, description: JSON, parameters: JSON) -> JSONObject:
+def read_tool(name: AnyJSON, description: AnyJSON, parameters: AnyJSON) -> JSONObject:
     """A function in the form of chat templates; a value of None is left out. Raises Refusal unless
     the parameters are a JSON schema of an object."""
     if not isinstance(name, str) or not name:
@@ -290,7 +290,7 @@ def read_tool(name: JSON, description: JSON, parameters: JSON) -> JSONObject:
     return {"type": "function", "function": function}
 
 
-def schema_fault(schema: JSON) -> str:
+def schema_fault(schema: AnyJSON) -> str:
     """Returns the first keyword of a JSON schema whose value has the wrong form; "" if there is
     none."""
     if isinstance(schema, bool):
@@ -303,7 +303,7 @@ def schema_fault(schema: JSON) -> str:
     for key in ("required", "enum"):
         if not isinstance(schema.get(key, []), list):
             return f"{key}: {str(schema[key])[:80]!r} is not a list"
-    inner: list[tuple[str, JSON]] = []
+    inner: list[tuple[str, AnyJSON]] = []
     for key, form in SUBSCHEMAS.items():
         if key not in schema:
             continue
@@ -319,11 +319,11 @@ def schema_fault(schema: JSON) -> str:
     return next(faults, "")
 
 
-def as_list(value: JSON) -> list[JSON]:
+def as_list(value: AnyJSON) -> list[AnyJSON]:
     return value if isinstance(value, list) else [value]
 
 
-def text_of_parts(content: JSON, where: str) -> str:
+def text_of_parts(content: AnyJSON, where: str) -> str:
     """The text of a message's content. Raises Refusal for parts of other kinds."""
     if content is None:
         return ""
@@ -345,14 +345,14 @@ def text_of_parts(content: JSON, where: str) -> str:
     return "".join(texts)
 
 
-def has_image_parts(value: JSON) -> bool:
+def has_image_parts(value: AnyJSON) -> bool:
     """True if the value has a part of an image at any depth."""
     values = value.values() if isinstance(value, dict) else value
     is_nested = isinstance(value, (dict, list))
     return is_image_part(value) or (is_nested and any(map(has_image_parts, values)))
 
 
-def content_of_parts(content: JSON, where: str) -> str | list[JSONObject]:
+def content_of_parts(content: AnyJSON, where: str) -> str | list[JSONObject]:
     """The text of a message's content; if the content has images, its canonical parts. Raises
     Refusal for an image that cannot be read, and as text_of_parts()."""
     if not isinstance(content, list) or not any(map(is_image_part, content)):
@@ -379,7 +379,7 @@ def content_of_parts(content: JSON, where: str) -> str | list[JSONObject]:
     return parts
 
 
-def read_arguments(value: JSON) -> JSONObject:
+def read_arguments(value: AnyJSON) -> JSONObject:
     """A call's arguments, which clients write as JSON. Raises Refusal."""
     try:
         arguments = json.loads(value or "{}") if isinstance(value, str) else value

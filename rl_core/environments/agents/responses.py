@@ -21,7 +21,7 @@ from rl_core.environments.agents.requests import (
     schema_of,
     wanted,
 )
-from rl_core.types import JSON, JSONObject, Message
+from rl_core.types import AnyJSON, JSONObject, Message
 
 PATH = "/v1/responses"
 FIELDS = Fields(
@@ -84,7 +84,7 @@ def continued(request: Request, earlier: Request) -> None:
     request.messages = [*new[:num], *earlier.messages[earlier.num_instructions :], *new[num:]]
 
 
-def read_items(items: JSON) -> list[Message]:
+def read_items(items: AnyJSON) -> list[Message]:
     """Input items as messages. A text and the calls that follow it are one message, as the model
     said them."""
     if isinstance(items, str):
@@ -124,7 +124,7 @@ def arguments_of(item: JSONObject) -> JSONObject:
     return read_arguments(item.get("arguments"))
 
 
-def put_in(items: JSON, known: dict[str, JSONObject]) -> JSON:
+def put_in(items: AnyJSON, known: dict[str, JSONObject]) -> AnyJSON:
     """Input items, with references replaced by the items of earlier responses. Raises Refusal for
     an unknown reference."""
     if not isinstance(items, list):
@@ -140,7 +140,7 @@ def put_in(items: JSON, known: dict[str, JSONObject]) -> JSON:
     return resolved
 
 
-def is_reference(item: JSON) -> bool:
+def is_reference(item: AnyJSON) -> bool:
     """Clients may leave out or empty its type."""
     if not isinstance(item, dict):
         return False

@@ -28,7 +28,7 @@ from rl_core.sampling.deadlines import wait_for_all
 from rl_core.sampling.env import ARGUMENTS
 from rl_core.sampling.hooks import Hook, HookError
 from rl_core.sampling.reward_parts import add_parts, reward_values
-from rl_core.types import JSON, JSONObject, Task, Trajectory
+from rl_core.types import AnyJSON, JSONObject, Task, Trajectory
 
 if TYPE_CHECKING:
     from rl_core.config import AgentsConfig
@@ -206,7 +206,7 @@ def agent_hooks(
     path: str,
     agent: Hook | Sequence[str],
     hooks: dict[str, Hook],
-    box: JSON = None,
+    box: AnyJSON = None,
     config: AgentsConfig | None = None,
 ) -> dict[str, Hook]:
     """Hooks of a file with an `agent`: a rollout() that calls the agent and its rewards, and the
@@ -225,7 +225,7 @@ def agent_hooks(
             agent_rollout.box.hides = sorted(scored - columns_named(agent) - shown)
 
     async def agent_and_rewards(
-        task: Task, actors: EpisodeActors, **columns: JSON
+        task: Task, actors: EpisodeActors, **columns: AnyJSON
     ) -> list[Trajectory]:
         return await agent_rollout.rollout(task, actors)
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_core.data.task_rows import shorten
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.learning.teachers.distill import Teacher, TeacherOutput
-from rl_core.types import JSON, JSONObject, PackedBatch, RunError
+from rl_core.types import AnyJSON, JSONObject, PackedBatch, RunError
 
 PING_TIMEOUT_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # Pauses between attempts.
@@ -63,7 +63,7 @@ class SGLangDialect:
             "return_text_in_logprobs": True,
         }
 
-    def scores(self, answer: JSON, request: TeacherRequest, num_top: int) -> Scores:
+    def scores(self, answer: AnyJSON, request: TeacherRequest, num_top: int) -> Scores:
         """Raises LookupError, TypeError or ValueError for an answer of another form."""
         meta, wanted = answer["meta_info"], request.ids[request.first :]
         rows = meta["input_token_logprobs"][-len(wanted) :]
@@ -97,7 +97,7 @@ class OpenAIDialect:
             "prompt_logprobs": num_top,
         }
 
-    def scores(self, answer: JSON, request: TeacherRequest, num_top: int) -> Scores:
+    def scores(self, answer: AnyJSON, request: TeacherRequest, num_top: int) -> Scores:
         ids, first = request
         rows = answer["choices"][0]["prompt_logprobs"]
         if len(rows) != len(ids):

@@ -31,7 +31,7 @@ from rl_core.data.rows import END
 from rl_core.errors import nearest_folder
 
 if TYPE_CHECKING:
-    from rl_core.types import JSON, JSONObject, Message
+    from rl_core.types import AnyJSON, JSONObject, Message
 
 
 FILE = re.compile(r"(step|eval)_(\d+)_?(.*?)(?:\.rank_\d+)?\.jsonl\.zst")
@@ -432,7 +432,7 @@ def open_file(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def numbers_of(row: JSON) -> JSONObject | None:
+def numbers_of(row: AnyJSON) -> JSONObject | None:
     """The numbers of a line of metrics, and its nulls. None if it is not an object with a step."""
     step = row.get("step") if isinstance(row, dict) else None
     if not is_number(step) or step % 1:
@@ -447,7 +447,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, float) or abs(value) < 1e300
 
 
-def rows_of(lines: bytes) -> list[JSON]:
+def rows_of(lines: bytes) -> list[AnyJSON]:
     """Values of metrics.jsonl or warnings.jsonl, without lines that a killed run or a full disk
     left cut short."""
     rows = []
