@@ -14,7 +14,7 @@ from rl_core.config import Config
 from rl_core.distributed import Ranks
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerContext
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.options import OPTIMIZERS, learning_order
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.learning.policies import Adapter, make_policy

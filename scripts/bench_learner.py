@@ -28,7 +28,7 @@ from rl_core.config import parse_config
 from rl_core.distributed import Ranks, close_ranks
 from rl_core.learning.activation_memory import activation_bytes, widths
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerContext
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.policies import make_policy, prepare
 from rl_core.learning.sequence_shards import SequenceShards

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from rl_core.config import OptimConfig
 from rl_core.distributed import local
-from rl_core.learning.learner_extension import Named
+from rl_core.learning.learner_context import Named
 from rl_core.learning.optimizers import parameter_groups
 
 

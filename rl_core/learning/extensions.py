@@ -4,14 +4,18 @@ not imported."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerContext, LearnerExtension
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.options import pair_loss
 from rl_core.models.loading import compute_dtype
 from rl_core.models.routers import find_routers
+
+if TYPE_CHECKING:
+    from rl_core.learning.learner_extension import LearnerExtension
 
 
 def common(c: LearnerContext) -> Iterator[LearnerExtension]:

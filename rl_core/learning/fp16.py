@@ -11,7 +11,8 @@ import math
 import torch
 
 from rl_core.distributed import local
-from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension, Metrics
+from rl_core.learning.learner_context import ExtendedLearner, Metrics
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.metrics import Mean, count_once
 
 FIRST_SCALE, GROWTH_UPDATES = 2.0**16, 2_000

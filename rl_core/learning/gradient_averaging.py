@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension
+from rl_core.learning.learner_context import ExtendedLearner
+from rl_core.learning.learner_extension import LearnerExtension
 
 
 class GradientAveraging(LearnerExtension):

@@ -11,7 +11,8 @@ from torch import Tensor
 from rl_core.algorithms import Algorithm, kl_estimate
 from rl_core.distributed import in_fp64
 from rl_core.learning.lagged_copy import WeightSnapshot
-from rl_core.learning.learner_extension import LearnerContext, LearnerExtension
+from rl_core.learning.learner_context import LearnerContext
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics
 from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch

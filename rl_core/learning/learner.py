@@ -23,13 +23,8 @@ from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch, RunError, TrainingSample
 
 if TYPE_CHECKING:
-    from rl_core.learning.learner_extension import (
-        LearnerContext,
-        LearnerExtension,
-        Loss,
-        Losses,
-        Metrics,
-    )
+    from rl_core.learning.learner_context import LearnerContext, Loss, Losses, Metrics
+    from rl_core.learning.learner_extension import LearnerExtension
 
 TAIL_NATS = 0.5  # Larger logprob gaps count for mismatch_tail_frac.
 MAX_NONFINITE = 3  # Maximum of skipped updates in a row.

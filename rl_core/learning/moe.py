@@ -22,7 +22,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rl_core.config import Config
 from rl_core.distributed import Ranks
-from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension
+from rl_core.learning.learner_context import ExtendedLearner
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.learning.minibatches import Minibatch
 from rl_core.metrics import Mean, Metric
 from rl_core.models.loading import on_meta

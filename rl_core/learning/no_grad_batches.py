@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from rl_core.config import LearnerConfig
 from rl_core.learning.activation_memory import activation_bytes, around_blocks, block_bytes, widths
-from rl_core.learning.learner_extension import LearnerExtension, Metrics
+from rl_core.learning.learner_context import Metrics
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.models.policy import Policy
 from rl_core.types import PackedBatch
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from rl_core.config import OptimConfig
 from rl_core.distributed import local
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import Named
+from rl_core.learning.learner_context import Named
 
 # Muon: 4 of matrices in blocks, 8 of embeddings and heads.
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.03, "sgd": 4.0, "muon": 5.0}

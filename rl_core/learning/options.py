@@ -16,7 +16,7 @@ from rl_core.data.episodes import baseline_groups
 if TYPE_CHECKING:
     from rl_core.distributed import Ranks
     from rl_core.learning.advantages import AdvantageFn
-    from rl_core.learning.learner_extension import Loss, MakeOptimizer
+    from rl_core.learning.learner_context import Loss, MakeOptimizer
     from rl_core.types import TrainingSample, Trajectory
 
 

@@ -19,7 +19,8 @@ from rl_core.config import Config, CriticConfig
 from rl_core.distributed import in_fp64
 from rl_core.learning.kl import sums_to_go
 from rl_core.learning.learner import Learner, mean_of
-from rl_core.learning.learner_extension import LearnerContext, LearnerExtension
+from rl_core.learning.learner_context import LearnerContext
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.learning.minibatches import Minibatch
 from rl_core.learning.whitening import deviation
 from rl_core.metrics import Mean, Metric, add_metrics, reduce_metrics

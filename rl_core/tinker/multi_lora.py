@@ -32,7 +32,7 @@ from rl_core.data.packing import MinibatchPlan, fill_bins, make_items, pack_samp
 from rl_core.distributed import Ranks, all_gather_json
 from rl_core.errors import nearest
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import Metrics
+from rl_core.learning.learner_context import Metrics
 from rl_core.learning.lora import (
     AdapterPolicy,
     adapter_parameters,

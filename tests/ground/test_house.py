@@ -212,7 +212,7 @@ IDLE += "learning.muon learning.adamw8bit data.tokenizer_facts data.tasks.prompt
 IDLE += "sampling.group_rewards sampling.turn_views sampling.own_rollout data.row_files "
 IDLE += "learning.sample_exchange run.saving.best_keeper run.plan.model_errors "
 IDLE += "models.kernels.math_attention data.row_openings environments.hook_refusals "
-IDLE += "data.warnings.tool_warnings learning.no_grad_batches "
+IDLE += "data.warnings.tool_warnings learning.no_grad_batches learning.learner_extension "
 IDLE += "data.sft_samples data.preference_pairs data.tool_schemas data.column_names"
 
 

@@ -32,7 +32,7 @@ from rl_core.engines.kv_slots import RowParams, SlotModel, sample
 from rl_core.engines.llama_slots import LlamaSlots
 from rl_core.learning.extensions import build_learner
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerContext
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.moe import sent
 from rl_core.learning.options import OPTIMIZERS
 from rl_core.models.attention import NAME

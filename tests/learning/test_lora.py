@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rl_core.config import parse_config, to_yaml
 from rl_core.learning.learner import Learner
-from rl_core.learning.learner_extension import LearnerContext
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.lora import adapter_parameters
 from rl_core.learning.optimizers import adamw
 from rl_core.learning.policies import make_policy

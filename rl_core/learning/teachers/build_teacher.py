@@ -11,7 +11,7 @@ from rl_core.config.algorithm import SELF, is_url
 from rl_core.data.pretrained import load_pretrained
 from rl_core.errors import require
 from rl_core.learning.kl import frozen_model
-from rl_core.learning.learner_extension import LearnerContext
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.teachers.distill import (
     ActorTeacher,
     ExactTeacher,

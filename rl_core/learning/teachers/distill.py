@@ -16,7 +16,8 @@ from rl_core.data.packing import pack_samples
 from rl_core.distributed import Ranks, unsharded
 from rl_core.learning.lagged_copy import WeightSnapshot
 from rl_core.learning.learner import mean_of
-from rl_core.learning.learner_extension import ExtendedLearner, LearnerExtension
+from rl_core.learning.learner_context import ExtendedLearner
+from rl_core.learning.learner_extension import LearnerExtension
 from rl_core.learning.minibatches import Minibatch, to_device
 from rl_core.learning.teachers.divergence import (
     Factors,

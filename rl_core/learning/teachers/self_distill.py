@@ -16,7 +16,7 @@ from rl_core.config import Config
 from rl_core.data.packing import pack_samples
 from rl_core.data.samples import samples_from_turns
 from rl_core.learning.advantages import MakeSamples
-from rl_core.learning.learner_extension import LearnerContext
+from rl_core.learning.learner_context import LearnerContext
 from rl_core.learning.minibatches import to_device
 from rl_core.learning.sequence_shards import shard_sequences
 from rl_core.learning.teachers.distill import ModelTeacher, ReadBatch, TeacherOutput, read_like

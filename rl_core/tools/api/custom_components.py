@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from rl_core.algorithms import PRESETS, Algorithm, sequence_sums
 from rl_core.config import Config, OptimConfig
-from rl_core.learning.learner_extension import Named
+from rl_core.learning.learner_context import Named
 from rl_core.plugin import Plugin, RunState
 from rl_core.run.plan.custom_components import CustomComponents
 from rl_core.sampling.engine import Engine
