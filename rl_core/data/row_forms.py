@@ -195,32 +195,6 @@ def is_hh(text: object) -> bool:
     return is_text and text.lstrip().startswith("Human:") and "\n\nAssistant:" in text
 
 
-def ranked_row(
-    names: tuple[str, str],
-    preference: str,
-    sides: dict[AnyJSON, int] | None = None,
-    prompt: str | None = None,
-) -> Callable[[Row], Row]:
-    """Reads a pair of replies by its preference: negative for the first one, positive for the
-    second one, 0 for a tie. `sides`: the preferences of labels. `prompt`: column of its prompt, if
-    not one of PROMPT_COLUMNS."""
-
-    def read(row: Row) -> Row:
-        value = label = row[preference]
-        if row.get("chosen") is not None:
-            return {}
-        if sides is not None:
-            label = label.strip().lower() if isinstance(label, str) else label
-            value = sides.get(label) if isinstance(label, (str, int, float)) else None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            rule = f"one of {', '.join(map(str, sides))}" if sides else "a number"
-            raise ValueError(f"{preference} must be {rule}, is {shorten(label)}")
-        made = ranked(row[names[0]], row[names[1]], value)
-        return made | ({"prompt": row[prompt], "history": None} if prompt else {})
-
-    return read
-
-
 def ranked(first: AnyJSON, second: AnyJSON, preference: float) -> Row:
     chosen, rejected = (second, first) if preference > 0 else (first, second)
     made = {"chosen": chosen, "rejected": rejected}
@@ -268,41 +242,46 @@ class Form:
     read: Callable[[Row], Row]
 
 
-PREFERENCE_2, REPLIES_2 = "preference_strength", ("response_1", "response_2")
-PREFERENCE_3, REPLIES_3 = "overall_preference", ("response1", "response2")
-REPLIES_PKU, REPLIES_SHP = ("response_0", "response_1"), ("human_ref_A", "human_ref_B")
-ARENA = ("conversation_a", "conversation_b")
+def pair_form(
+    name: str,
+    prompt: str,
+    replies: tuple[str, str],
+    preference: str,
+    sides: dict[AnyJSON, int] | None = None,
+) -> Form:
+    """The form of a pair of replies with a preference: negative for the first one, positive for the
+    second one, 0 for a tie. `prompt`: column of its prompt, or "". `sides`: the preferences of
+    labels."""
+
+    def read(row: Row) -> Row:
+        value = label = row[preference]
+        if row.get("chosen") is not None:
+            return {}
+        if sides is not None:
+            label = label.strip().lower() if isinstance(label, str) else label
+            value = sides.get(label) if isinstance(label, (str, int, float)) else None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            rule = f"one of {', '.join(map(str, sides))}" if sides else "a number"
+            raise ValueError(f"{preference} must be {rule}, is {shorten(label)}")
+        made = ranked(row[replies[0]], row[replies[1]], value)
+        return made if prompt in ("", "prompt") else made | {"prompt": row[prompt], "history": None}
+
+    return Form(name=name, columns={*replies, preference, prompt} - {""}, read=read)
+
+
 WINNERS = {"model_a": -1, "model_b": 1, "tie": 0, "tie (bothbad)": 0, "both_bad": 0}
 FORMS = [
     Form(name="xlam-function-calling", columns={"query", "answers", "tools"}, read=xlam_row),
     Form(name="glaive-function-calling", columns={"system", "chat"}, read=glaive_row),
     Form(name="hermes-function-calling", columns={"conversations", "tools"}, read=hermes_row),
     Form(name="hermes-function-calling", columns={"messages", "tools"}, read=hermes_row),
-    Form(
-        name="HelpSteer 2",
-        columns={"prompt", *REPLIES_2, PREFERENCE_2},
-        read=ranked_row(REPLIES_2, PREFERENCE_2),
+    pair_form("HelpSteer 2", "prompt", ("response_1", "response_2"), "preference_strength"),
+    pair_form("HelpSteer 3", "context", ("response1", "response2"), "overall_preference"),
+    pair_form(
+        "PKU-SafeRLHF", "prompt", ("response_0", "response_1"), "better_response_id", {0: -1, 1: 1}
     ),
-    Form(
-        name="HelpSteer 3",
-        columns={"context", *REPLIES_3, PREFERENCE_3},
-        read=ranked_row(REPLIES_3, PREFERENCE_3, prompt="context"),
-    ),
-    Form(
-        name="PKU-SafeRLHF",
-        columns={"prompt", *REPLIES_PKU, "better_response_id"},
-        read=ranked_row(REPLIES_PKU, "better_response_id", {0: -1, 1: 1}),
-    ),
-    Form(
-        name="SHP",
-        columns={"history", *REPLIES_SHP, "labels"},
-        read=ranked_row(REPLIES_SHP, "labels", {1: -1, 0: 1}, prompt="history"),
-    ),
-    Form(
-        name="Chatbot Arena",
-        columns={*ARENA, "winner"},
-        read=ranked_row(ARENA, "winner", WINNERS),
-    ),
+    pair_form("SHP", "history", ("human_ref_A", "human_ref_B"), "labels", {1: -1, 0: 1}),
+    pair_form("Chatbot Arena", "", ("conversation_a", "conversation_b"), "winner", WINNERS),
     Form(
         name="arena-human-preference-55k",
         columns={"prompt", "response_a", "response_b", "winner_model_a", "winner_model_b"},
