@@ -32,7 +32,12 @@ from rl_core.data.task_rows import make_task, read_row
 from rl_core.data.tasks.sft_dataset import SFTDataset
 from rl_core.learning.learner import Learner
 from rl_core.learning.policies import make_policy
-from rl_core.learning.preference import dpo_losses, orpo_losses, rm_losses, simpo_losses
+from rl_core.learning.preference import (
+    dpo_losses,
+    orpo_losses,
+    rm_losses,
+    simpo_losses,
+)
 from rl_core.run.process.joining import init_ranks
 from rl_core.train import main
 from rl_core.types import TrainingSample
@@ -281,67 +286,13 @@ def test_a_conversation_that_ends_in_the_padding_token_is_refused(tiny_model):
         scored_pair(chat, FORMS[0])
 
 
-def ragged_pairs(num, seed=0):
-    """Per reply its number and its tokens' (logprob, reference logprob, margin), replies in any
-    order."""
-    draw = random.Random(seed)
-    order = draw.sample(range(2 * num), 2 * num)
-    return {
-        r: [(-draw.random() * 3, -draw.random() * 3, r * 0.1) for _ in range(draw.randint(1, 9))]
-        for r in order
-    }
-
-
-def columns(pairs):
-    rows = [(r, *token) for r, tokens in pairs.items() for token in tokens]
-    replies, *values = zip(*rows, strict=True)
-    return torch.tensor(replies), *(torch.tensor(v, dtype=torch.float64) for v in values)
-
-
-def sigma(x):
-    return 1 / (1 + math.exp(-x))
-
-
-@pytest.mark.parametrize(
-    "loss, smoothing",
-    [
-        ("sigmoid", 0.0),
-        ("sigmoid", 0.2),
-        ("sigmoid_norm", 0.2),
-        ("ipo", 0.0),
-        ("ipo_norm", 0.0),
-        ("hinge", 0.0),
-    ],
-)
-def test_dpo_losses_are_the_papers_formulas(loss, smoothing):
-    config = PreferenceConfig(beta=0.3, loss=loss, label_smoothing=smoothing)
-    pairs = ragged_pairs(7)
-    replies, logprobs, ref, _ = columns(pairs)
-    losses, rewards = dpo_losses(logprobs - ref, replies, 7, config)
-    for p in range(7):
-        ratios = [
-            sum(a - b for a, b, _ in pairs[r]) / (len(pairs[r]) if loss.endswith("_norm") else 1)
-            for r in (2 * p, 2 * p + 1)
-        ]
-        h = ratios[0] - ratios[1]
-        expected = {
-            "sigmoid": -(1 - smoothing) * math.log(sigma(0.3 * h))
-            - smoothing * math.log(sigma(-0.3 * h)),
-            "ipo": (h - 1 / (2 * 0.3)) ** 2,
-            "hinge": max(0, 1 - 0.3 * h),
-        }[loss.removesuffix("_norm")]
-        assert losses[p].item() == pytest.approx(expected)
-        assert rewards[p].tolist() == pytest.approx([0.3 * x for x in ratios])
-
-
-def test_rm_losses_are_bradley_terry_on_last_tokens_with_a_margin():
-    pairs = ragged_pairs(7)
-    replies, scores, _, margins = columns(pairs)
-    losses, rewards = rm_losses(scores, margins, replies, 7)
-    for p in range(7):
-        (chosen, _, margin), (rejected, _, _) = pairs[2 * p][-1], pairs[2 * p + 1][-1]
-        assert losses[p].item() == pytest.approx(-math.log(sigma(chosen - rejected - margin)))
-        assert rewards[p].tolist() == [chosen, rejected]
+def test_label_smoothing_takes_a_share_of_the_exchanged_pair():
+    ratios = torch.randn(9, generator=torch.Generator().manual_seed(0))
+    replies = torch.tensor([3, 0, 0, 2, 1, 5, 4, 2, 3])
+    plain, smooth = PreferenceConfig(), PreferenceConfig(label_smoothing=0.2)
+    kept, exchanged = (dpo_losses(ratios, of, 3, plain)[0] for of in (replies, replies ^ 1))
+    losses, _ = dpo_losses(ratios, replies, 3, smooth)
+    torch.testing.assert_close(losses, 0.8 * kept + 0.2 * exchanged)
 
 
 OF_REPLIES = dpo_losses, simpo_losses, orpo_losses
@@ -408,6 +359,8 @@ def gradients(learner, samples) -> tuple[dict[str, torch.Tensor], float]:
     return grads, total
 
 
+TRL_NAMES = {"chosen_reward_mean": "chosen", "rejected_reward_mean": "rejected"}
+TRL_NAMES |= {"margin_mean": "margins", "accuracy": "accuracies"}
 SIMPO = {"beta": 2.0, "loss_type": "simpo", "cpo_alpha": 0.0}
 
 
@@ -428,6 +381,12 @@ def trl_gradients(trainer) -> tuple[dict[str, torch.Tensor], float]:
     [
         ("dpo", "--preference.beta 0.3", {"beta": 0.3, "loss_type": "sigmoid"}),
         ("dpo", "--preference.loss ipo_norm", {"loss_type": "ipo"}),
+        (
+            "dpo",
+            "--preference.loss hinge --preference.beta 3",
+            {"beta": 3, "loss_type": "hinge"},
+        ),
+        ("dpo", "--preference.loss sigmoid_norm", {"loss_type": "sigmoid_norm"}),
         (
             "simpo",
             "--preference.simpo_gamma 0.7",
@@ -498,14 +457,15 @@ def test_loss_and_gradient_are_those_of_trl(algorithm, flags, options, tiny_mode
     (ours, loss), (expected, trl_loss) = gradients(learner, samples), trl_gradients(trainer)
     assert loss == pytest.approx(trl_loss, rel=1e-5)
     assert_same(ours, expected, 1e-5)
-    if algorithm == "kto":
+    if algorithm == "kto" or options.get("loss_type") in ("sigmoid", "hinge"):
         ((minibatch,), _) = learner.shard(samples)
         learner.annotate([minibatch])
         [batch], logged = minibatch.batches, trainer._metrics["eval"]
         ours = learner.losses(batch, learner.forward(batch))[1]
-        for side in ("chosen", "rejected"):
-            [value] = logged[f"rewards/{side}"]
-            assert ours[f"{side}_reward_mean"].value == pytest.approx(value, rel=1e-5)
+        assert len(ours) == (2 if algorithm == "kto" else 4)
+        for name, metric in ours.items():
+            [value] = logged[f"rewards/{TRL_NAMES[name]}"]
+            assert metric.value == pytest.approx(value, rel=1e-5)
 
 
 def test_kto_reads_mismatched_replies_once_and_without_a_gradient(tiny_model):

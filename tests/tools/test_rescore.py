@@ -350,9 +350,7 @@ FLAGS = (
 )
 
 
-def test_a_step_that_is_replayed_with_new_rewards_gives_the_weights_of_a_run_that_had_them(
-    places, tmp_path, capsys
-):
+def test_a_step_replayed_with_new_rewards_has_the_weights_of_such_a_run(places, tmp_path, capsys):
     files = tmp_path / "old/judged.py", tmp_path / "new/judged.py"
     changed = JUDGED.replace("completion + reply.text", "reply.text[:2] + completion[:3]")
     for file, text in zip(files, (JUDGED, changed), strict=True):
