@@ -6,14 +6,13 @@ import dataclasses
 import json
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from kit import metrics, trajectories, words
 from test_learner import make_learner, ragged_samples
 
-from rl_core.algorithms import PRESETS, kl_estimate, sequence_mean
+from rl_core.algorithms import PRESETS
 from rl_core.data.episodes import baseline_groups
 from rl_core.learning.advantages import (
     group_advantages,
@@ -22,7 +21,6 @@ from rl_core.learning.advantages import (
     turn_advantages,
     turn_returns,
 )
-from rl_core.learning.kl import sums_to_go
 from rl_core.learning.signal import has_signal
 from rl_core.train import main
 from rl_core.types import Completion, Trajectory, Turn
@@ -117,32 +115,6 @@ def test_equal_rewards_are_normalised_over_the_batch_to_nothing(tiny_model):
     minibatches, _ = learner.shard(samples)
     learner.annotate(minibatches)
     assert not any(b.advantages.any() for m in minibatches for b in m.batches)
-
-
-def test_estimators_of_the_kl_have_its_mean():
-    torch.manual_seed(0)
-    policy, ref = (torch.randn(6).double().log_softmax(0) for _ in range(2))
-    exact = (policy.exp() * (policy - ref)).sum()
-    means = [(policy.exp() * kl_estimate(kind, policy, ref)).sum() for kind in ("k1", "k3")]
-    torch.testing.assert_close(torch.stack(means), exact.expand(2))
-    near = policy + 0.01 * (ref - policy)
-    near = near.log_softmax(0)
-    exact = (policy.exp() * (policy - near)).sum()
-    assert (policy.exp() * kl_estimate("k2", policy, near)).sum() == pytest.approx(
-        exact.item(), rel=0.02
-    )
-
-
-def test_means_and_sums_over_sequences_stay_inside_them():
-    values, sequences = (
-        torch.tensor([1.0, 2.0, 3.0, 10.0, -4.0, 6.0]),
-        torch.tensor([0, 0, 0, 1, 2, 2]),
-    )
-    batch = SimpleNamespace(sequences=sequences, paths=[None] * 3)
-    assert sequence_mean(values, batch).tolist() == [2, 2, 2, 10, 1, 1]
-    assert sums_to_go(values, sequences).tolist() == [6, 5, 3, 10, 2, 6]
-    nothing = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert sums_to_go(*nothing).numel() == 0
 
 
 def test_the_overlong_penalty_is_dapos():
