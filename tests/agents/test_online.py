@@ -68,7 +68,7 @@ class Client:
 
 
 @asynccontextmanager
-async def opened(folder, *replies, env=None, judge="", step=0, **flags):
+async def opened(folder, *replies, env=None, judge="", step=0, context=1 << 20, **flags):
     """(a client without a session, the sessions) of a run whose earlier sessions are restored.
     `env`: text of an environment's file; `judge`: reply of the actor judge."""
     module, path = unscored_module(), "--online"
@@ -76,7 +76,8 @@ async def opened(folder, *replies, env=None, judge="", step=0, **flags):
         module, path = None, str(folder / "env.py")
         (folder / "env.py").write_text(env)
     loaded = load_env(path, module=module)
-    actor = ScriptedActor(name="policy", chat=CHAT, replies=replies or ["one", "two", "three"])
+    replies = replies or ["one", "two", "three"]
+    actor = ScriptedActor(name="policy", chat=CHAT, replies=replies, max_context_tokens=context)
     cast = {"policy": actor}
     if judge:
         cast["judge"] = ScriptedActor(name="judge", chat=CHAT, replies=[judge], is_trainable=False)
@@ -459,6 +460,11 @@ async def test_what_is_not_rated_or_read_is_left_out_and_counted(tmp_path):
         assert sessions.counts == {"started": 3, "no reward came": 1, "no reply was read": 1}
     async with opened(tmp_path) as (client, sessions):
         assert set(sessions.live) == {2}
+    for counts in ({"cannot be restored": 1}, {}):  # Its request is too long for the context.
+        async with opened(tmp_path, context=9) as (client, sessions):
+            assert not sessions.live and sessions.counts == counts
+            again = await client.post("/rl/set_reward", {"reward": 1}, forgotten.key)
+            assert again.status_code == 410
 
 
 async def test_a_session_with_the_key_of_an_old_one_ends_it(tmp_path):
@@ -571,6 +577,9 @@ async def has_branches_a_retry_and_a_stream(mine, sessions):
     await mine.say("a", "one", "b")
     retried = await mine.say("a", **{"x-stainless-retry-count": "1"})
     assert retried["id"] == first["id"]
+    too_long = [{"role": "user", "content": "a" * (1 << 21)}]
+    refused = await mine.post("/v1/chat/completions", {"messages": too_long})
+    assert refused.status_code == 400
     async with (
         anthropic.AsyncAnthropic(base_url=mine.url, api_key=mine.key) as program,
         program.messages.stream(model="any", max_tokens=99, messages=HI) as stream,

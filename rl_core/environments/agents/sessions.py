@@ -170,7 +170,8 @@ class OnlineSession(RatedEndpoint):
 
     def end(self, info: JSON = None) -> None:
         if self.is_open:
-            self.write("end", info=info)
+            truncated = [name for name, tree in self.trees.items() if tree.is_truncated]
+            self.write("end", info=info, truncated=truncated)
             self.ended_s, self.info = time.time(), info
             for tree in self.trees.values():
                 tree.cancel()
@@ -347,6 +348,7 @@ class Sessions:
         """Restores the sessions of an earlier process that no step up to `step` has. Later steps
         are lost, and their sessions are trained again. Time limits begin anew."""
         self.is_restoring, self.step = True, step
+        refused: dict[int, str] = {}
         for number, file in session_files.session_files(self.rollouts):
             session_files.drop_cut_line(file)
             events = session_files.read_events(file)
@@ -363,8 +365,13 @@ class Sessions:
             if fate["event"] == "step":
                 # The step may come again with other sessions.
                 session_files.append(file, {"event": "untaken", "time": time.time()})
-            await self.replay(server, number, events)
+            try:
+                await self.replay(server, number, events)
+            except Refusal as refusal:  # The chat template or a limit is another one.
+                refused[number] = refusal.message
         self.is_restoring = False
+        for number, reason in refused.items():
+            self.leave_out(self.live[number], f"cannot be restored: {reason}")
         for session in list(self.live.values()):
             session.used_s = time.time()
             if not session.is_open:
@@ -386,6 +393,8 @@ class Sessions:
                 self.over[session.api_key] = self.by_key.pop(session.api_key).id
         for event in events:
             if event["event"] == "end":  # A reply that was sampled by then may follow.
+                for actor in event["truncated"]:
+                    session.trees[actor].is_truncated = True
                 session.end(event["info"])
 
     async def replay_reply(self, session: OnlineSession, event: JSONObject) -> None:
