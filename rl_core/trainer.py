@@ -32,8 +32,6 @@ from rl_core.learners import make_learners
 from rl_core.learning.options import step_samples
 from rl_core.metrics import Metric, add_metrics
 from rl_core.plugin import NoEpisodes
-from rl_core.run.display.report_file import write_report
-from rl_core.run.display.summary import print_summary
 from rl_core.run.options import make_plugins
 from rl_core.run.phase_timer import PhaseTimer
 from rl_core.run.plan.plan import Plan
@@ -260,9 +258,7 @@ class Trainer:
                 stack.push_async_callback(plugin.close)
 
     def after_run(self) -> None:
-        """Runs on the rank that writes, when no other rank waits any more."""
-        if not self.signal:
-            write_report(self.out)
-        print_summary(self)
+        """Runs on the rank that writes, when no other rank waits any more: RunFiles writes the
+        report and prints the summary."""
         for plugin in self.plugins:
             plugin.after_run()

@@ -396,10 +396,10 @@ def start_server() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import rl_core
-    from rl_core import trainer
+    from rl_core.run.saving import run_files
 
     # The viewer's process takes longer than a tiny run.
-    trainer.write_report = functools.partial(report_if_asked, trainer.write_report)
+    run_files.write_report = functools.partial(report_if_asked, run_files.write_report)
     for module in pkgutil.walk_packages(rl_core.__path__, "rl_core."):
         if ".sglang_images." in module.name:
             continue  # SGLang changes models of transformers when it is imported.

@@ -142,9 +142,7 @@ KILLS = {
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[pytest.mark.slow] * (name[0] == "f")) for name in KILLS]
 )
-def test_every_rated_session_is_trained_once_however_often_the_run_is_killed(
-    case, tiny_model, tmp_path
-):
+def test_a_killed_run_trains_every_rated_session_once(case, tiny_model, tmp_path):
     num_sessions, signals, num_ranks = KILLS[case]
     run = Killed(tmp_path / "run", tiny_model, num_sessions, num_ranks)
     asyncio.run(play_all(run, num_sessions, signals, len(case)))

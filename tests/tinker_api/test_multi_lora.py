@@ -315,7 +315,7 @@ def test_hostile_rows_are_refused_without_an_effect(lora, case):
     assert all(parameter.grad is None for _, parameter in parameters)
 
 
-def test_a_loss_that_overflows_is_refused_and_so_is_a_step_without_gradients(lora):
+def test_an_overflowing_loss_and_a_step_without_gradients_are_refused(lora):
     lora.create("model0", LORA, 1)
     extreme = datum([8], target_tokens=[9], logprobs=[-1e4], advantages=[-1.0])
     with pytest.raises(ValueError, match="loss is not finite"):

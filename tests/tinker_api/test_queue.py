@@ -102,7 +102,7 @@ async def test_tenants_take_turns():
     assert [name for name in done if name != "b"] == ["a0", "a1"] * 4
 
 
-async def test_a_tenant_with_too_many_requests_waits_but_the_next_in_line_is_taken(monkeypatch):
+async def test_a_tenant_with_too_many_requests_waits_for_the_next_in_line(monkeypatch):
     monkeypatch.setattr(queue, "MAX_WAITING", 2)
     turns, lane = Turns(Promises(), lambda lane: None), Lane(tenant="a")
     for seq in (2, 3):

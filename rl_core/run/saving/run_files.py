@@ -24,6 +24,8 @@ from rl_core.data.chat_loading import fingerprint
 from rl_core.data.image_parts import with_stored_images
 from rl_core.data.rows import END, TOKENIZERS, write_whole
 from rl_core.plugin import Plugin, RunState
+from rl_core.run.display.report_file import write_report
+from rl_core.run.display.summary import print_summary
 from rl_core.run.run_folder import naming
 from rl_core.types import JSON, JSONObject, Trajectory
 
@@ -102,6 +104,11 @@ class RunFiles(Plugin):
     async def finish(self) -> None:
         await self.close()
         self.write_end({"step": self.trainer.step})
+
+    def after_run(self) -> None:
+        if not self.trainer.signal:
+            write_report(self.trainer.out)
+        print_summary(self.trainer)
 
     async def close(self) -> None:
         if self.writing is not None:
