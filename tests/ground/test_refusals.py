@@ -288,6 +288,7 @@ PAIR = ["--actors.bob.model", "m", "--actors.alice.model", "m", *MODEL[2:]]
 # An actor whose model others may share.
 BOB = ["--actors.bob.model", "m", "--actors.bob.lora.rank", "4", *MODEL[2:]]
 BASES = {"MODEL": MODEL, "MPS": MPS, "PAIR": PAIR, "BOB": BOB, "NONE": []}
+BASES["NOTHING_PLAYED"] = words("--model m --out x")
 # A base, flags => a piece of the error.
 TABLE = """
 # names, types, ranges
@@ -469,6 +470,43 @@ MODEL --algorithm ppo --algo.gigpo_coef 1 => --algo.advantage gae compares none
 MODEL --algorithm reinforce_pp --algo.gigpo_discount 0.9 => --algo.gigpo_discount=0.9
 MODEL --algo.gigpo_coef 0 --algo.gigpo_discount 0.9 => take --algo.gigpo_coef 1
 MODEL --algorithm ppo --critic.gamma 1.5 => --critic.gamma=1.5 must be less than or equal to 1
+# references and teachers
+MODEL --algo.kl_reward k9,0.1 => algo.kl_reward
+MODEL --algo.kl_reward k1 => algo.kl_reward
+MODEL --algo.kl_reward k1,-1 => algo.kl_reward
+MODEL --algo.kl_reward k1,0.1 --algo.kl_coef 0.1 --algo.kl_in reward => two KLs in the reward
+MODEL --algo.kl_loss k3,0.1 --algo.kl_coef 0.1 => two KLs in the loss
+MODEL --algo.reference_every 3 => update a reference: give --algo.kl_coef
+MODEL --algo.reference_decay 0.9 => update a reference: give --algo.kl_coef
+MODEL --algo.kl_coef 1 --algo.reference_every 3 --algo.reference m =>
+    starts as the actor's model; leave out --algo.reference
+MODEL --algo.kl_coef 1 --algo.reference_decay 1 => would never update the reference
+NOTHING_PLAYED --algorithm dpo --algo.reference_decay 1 => would never update the reference
+MODEL --algo.reference t => --algo.reference needs --algo.kl_coef
+MODEL --algorithm opd => learns from a teacher alone: give --algo.teacher
+MODEL --algo.teacher_coef 2 => --algo.teacher_coef needs --algo.teacher
+MODEL --algorithm ppo --algo.teacher t => a critic does not know the teacher's part
+MODEL --algo.teacher_loss jsd => --algo.teacher_loss=jsd needs --algo.teacher
+MODEL --algo.teacher t --algo.teacher_beta 0.1 => needs --algo.teacher_loss jsd
+MODEL --algo.teacher t --algo.teacher_loss jsd --algo.teacher_beta 0 =>
+    --algo.teacher_beta=0.0 must be between 0 and 1
+MODEL --algo.teacher http://h:1 --algo.teacher_loss jsd =>
+    needs the teacher server's most likely tokens: give --algo.teacher_top_k
+MODEL --algo.teacher t --algo.teacher_top_k 5 => is for a teacher behind a URL
+MODEL --algo.teacher http://h:1 --sampling.temperature 0.7 =>
+    a teacher behind a URL gives logprobs at temperature 1
+MODEL --algorithm opd --algo.teacher t --algo.teacher_coef 2 => --algo.teacher_coef changes nothing
+MODEL --envs.talk.teacher t => --envs.talk.teacher=t needs --algo.teacher
+MODEL --algo.teacher t --algo.teacher_update ema => needs --algo.teacher self
+MODEL --algo.teacher self --algo.teacher_decay 0.9 => with --algo.teacher_update ema
+MODEL --algo.teacher self --algo.teacher_update ema --algo.teacher_decay 1 => must be below 1
+MODEL --algo.teacher self --algo.teacher_loss jsd --cp 2 =>
+    --cp=2 splits the sequences, and the teacher self
+MODEL --engine embedded --learner.logprob_microbatch_tokens 9000 =>
+    at least twice --learner.microbatch_tokens=8192
+MODEL --engine embedded --learner.logprob_microbatch_tokens 20000 --cp 2 => --cp=2
+MODEL --engine embedded --learner.logprob_microbatch_tokens auto --algo.teacher self => leave it out
+MODEL --engine embedded --learner.logprob_microbatch_tokens automatic => logprob_microbatch_tokens
 """
 ROWS = [
     row.split(" => ")
