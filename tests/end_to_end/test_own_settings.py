@@ -1,7 +1,6 @@
 """Settings of one actor instead of the global ones."""
 
 import argparse
-import re
 
 import pytest
 import torch
@@ -16,13 +15,10 @@ from rl_core.config import (
     read_config,
     to_yaml,
 )
-from rl_core.config.rules import check_actors
-from rl_core.run.plan.option_rules import check_options
 from rl_core.tools.cli import main
 from rl_core.tools.model_player import read_flags
 from rl_core.tools.replay import replay
 
-BASE = "--model m --env_path e.py --out runs/x"
 # Each actor answers by itself, so that nothing of one reaches the other.
 APART = """
 def load_tasks(split):
@@ -67,46 +63,6 @@ def test_the_same_in_python_and_from_the_file_that_a_run_keeps(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(in_python))
     assert read_config(["--config", str(file)]) == in_python
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--actors.policy.optim.lrr 1", "did you mean 'actors.policy.optim.lr'?"),
-        ("--actors.policy.group_size 4", "--group_size is the same for all actors"),
-        ("--actors.policy.rollout.save false", "--rollout.save is the same for all actors"),
-        ("--actors.policy.optim.lr high", "--actors.policy.optim.lr=high must be a valid number"),
-        ("--actors.policy.algo.clip_low 2", "--actors.policy.algo.clip_low=2 must be less than"),
-        ("--actors.policy.algorithm sft", "--actors.policy.algorithm=sft"),
-        (
-            "--actors.policy.learner.updates_per_epoch 3",
-            "actor policy: --learner.updates_per_epoch=3 must",
-        ),
-        ("--actors.policy.learner.kernels liger", "all actors have the same"),
-        ("--actors.policy.update_every 200", "the actor would not learn in --num_steps=100"),
-        (
-            "--actors.policy.update_every 2 --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2",
-            ".update_every=2 and --rollout.stale_policy_frac cannot be combined",
-        ),
-        (
-            "--actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1",
-            "--actors.judge: lora.rank, algorithm, algo",
-        ),
-        (
-            "--actors.policy.lora.rank 2 --actors.b.lora_base policy --actors.b.learner.offload phase",
-            "are the model's; give them to policy",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_actor_and_the_fix(flags, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_actors(parse_config(words(BASE, flags)))
-
-
-def test_an_unknown_optimizer_of_one_actor_is_refused_before_a_model_loads():
-    flags = words(BASE, "--engine embedded --actors.policy.optim.name adamm")
-    with pytest.raises(ValueError, match=r"adamm is unknown; did you mean 'adamw'"):
-        check_options(parse_config(flags))
 
 
 def test_settings_of_learning_do_not_count_without_learning():

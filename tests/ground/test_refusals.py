@@ -507,6 +507,24 @@ MODEL --engine embedded --learner.logprob_microbatch_tokens 9000 =>
 MODEL --engine embedded --learner.logprob_microbatch_tokens 20000 --cp 2 => --cp=2
 MODEL --engine embedded --learner.logprob_microbatch_tokens auto --algo.teacher self => leave it out
 MODEL --engine embedded --learner.logprob_microbatch_tokens automatic => logprob_microbatch_tokens
+# settings of one actor
+MODEL --actors.policy.optim.lrr 1 => did you mean 'actors.policy.optim.lr'?
+MODEL --actors.policy.group_size 4 => --group_size is the same for all actors
+MODEL --actors.policy.rollout.save false => --rollout.save is the same for all actors
+MODEL --actors.policy.optim.lr high => --actors.policy.optim.lr=high must be a valid number
+MODEL --actors.policy.algo.clip_low 2 => --actors.policy.algo.clip_low=2 must be less than
+MODEL --actors.policy.algorithm sft => --actors.policy.algorithm=sft
+MODEL --actors.policy.learner.updates_per_epoch 3 =>
+    actor policy: --learner.updates_per_epoch=3 must
+MODEL --actors.policy.learner.kernels liger => all actors have the same
+MODEL --actors.policy.update_every 200 => the actor would not learn in --num_steps=100
+MODEL --actors.policy.update_every 2 --rollout.stale_policy_frac 0.5 --rollout.stale_policy_refresh 2 =>
+    .update_every=2 and --rollout.stale_policy_frac cannot be combined
+MODEL --actors.judge.model m --actors.judge.train false --actors.judge.algo.kl_coef 1 =>
+    --actors.judge: lora.rank, algorithm, algo
+MODEL --actors.policy.lora.rank 2 --actors.b.lora_base policy --actors.b.learner.offload phase =>
+    are the model's; give them to policy
+MODEL --engine embedded --actors.policy.optim.name adamm => adamm is unknown; did you mean 'adamw'
 """
 ROWS = [
     row.split(" => ")
