@@ -18,6 +18,7 @@ from dataclasses import replace
 from glob import glob
 from pathlib import Path
 
+import models_table
 import numpy as np
 import pytest
 import torch
@@ -747,6 +748,26 @@ def test_a_lone_adapters_server_has_its_learners_weights_after_updates(
 )
 def test_a_mixture_of_experts_samples_with_the_learners_logprobs(name, way, tmp_path):
     check_experts(SGLangEngine, name, way, tmp_path)
+
+
+@pytest.mark.slow
+@needs_sglang
+def test_servers_of_two_ranks_have_the_experts_that_ep_splits(torchrun, tmp_path):
+    check_split_experts("sglang", "qwen3_moe", torchrun, tmp_path)
+
+
+def check_split_experts(engine: str, name: str, torchrun, tmp_path: Path) -> None:
+    """Two ranks with half of the experts each send all of them to a server each."""
+    make_family(tmp_path / "model", name)
+    (tmp_path / "env.py").write_text(models_table.ENV)
+    argv = words(f"-m rl_core.train --engine {engine} --ep 2 --num_steps 3 --group_size 4")
+    argv += words(models_table.LIMITS, "--model", tmp_path / "model", "--out", tmp_path / "run")
+    torchrun(2, *argv, "--env_path", str(tmp_path / "env.py"), timeout_s=900)
+    rows = metrics(tmp_path / "run")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["learn/policy/grad_norm"] > 0
+        assert row["learn/policy/mismatch_kl_nats"] < 1e-6
 
 
 def check_experts(

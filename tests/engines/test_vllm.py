@@ -19,6 +19,7 @@ from kit import ROOT, engine_spec, metrics, run, words
 from test_engine_contract import REQUESTS, Subject, needs_vllm
 from test_sglang import (
     check_experts,
+    check_split_experts,
     children_of,
     flags,
     free_port,
@@ -176,16 +177,7 @@ def test_a_mixture_of_experts_samples_with_the_learners_logprobs(way, mixture, t
 @needs_vllm
 @pytest.mark.slow
 def test_servers_of_two_ranks_have_the_experts_that_ep_splits(mixture, torchrun, tmp_path):
-    models_table.make_family(tmp_path / "model", mixture)
-    (tmp_path / "env.py").write_text(models_table.ENV)
-    argv = words("-m rl_core.train --engine vllm --ep 2 --num_steps 3 --group_size 4")
-    argv += words(models_table.LIMITS, "--model", tmp_path / "model", "--out", tmp_path / "run")
-    torchrun(2, *argv, "--env_path", str(tmp_path / "env.py"), timeout_s=900)
-    rows = metrics(tmp_path / "run")
-    assert len(rows) == 3
-    for row in rows:
-        assert row["learn/policy/grad_norm"] > 0
-        assert row["learn/policy/mismatch_kl_nats"] < 1e-6
+    check_split_experts("vllm", mixture, torchrun, tmp_path)
 
 
 @needs_vllm
