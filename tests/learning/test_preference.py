@@ -295,6 +295,13 @@ def test_label_smoothing_takes_a_share_of_the_exchanged_pair():
     torch.testing.assert_close(losses, 0.8 * kept + 0.2 * exchanged)
 
 
+def test_ipo_squares_the_distance_of_summed_ratios_to_a_margin():
+    """(h - 1 / (2 beta))^2 (arXiv:2310.12036, eq. 17). TRL's `ipo` is the mean over tokens."""
+    ratios, replies = torch.tensor([0.25, 0.5, -1.0]), torch.tensor([0, 0, 1])
+    losses, _ = dpo_losses(ratios, replies, 1, PreferenceConfig(loss="ipo", beta=0.5))
+    assert losses.tolist() == [(0.75 + 1.0 - 1.0) ** 2]
+
+
 OF_REPLIES = dpo_losses, simpo_losses, orpo_losses
 
 
