@@ -415,6 +415,7 @@ SCORES = {
     "a hook alone": (ENV, "", None, {"good": True}, {"length": 0.3, "known": 1.0}),
     "a hook without info": (ENV, "", None, None, {"length": 0.3}),
     "a hook and text": (ENV + FEEDBACK, "", "thanks", None, {"length": 0.3, "feedback": 0.75}),
+    "a hook and text without a number": (ENV + FEEDBACK, "", "well", None, {"length": 0.3}),
     "text with a number": (FEEDBACK, "", "thanks", None, {"feedback": 0.75}),
     "text without a number": (FEEDBACK, "", "well", None, None),
     "text and a judge": (FEEDBACK, "so [[10]]", "well", None, {"feedback": 1.0}),
@@ -430,9 +431,10 @@ async def test_hooks_and_judges_score_what_clients_say(name, tmp_path):
     env, judge, text, info, parts = SCORES[name]
     async with opened(tmp_path, "one", env=env, judge=judge) as (client, sessions):
         mine = await client.start()
-        await mine.say("a")
+        reply = await mine.say("a")
         if text:
-            assert (await mine.post("/rl/set_reward", {"text": text})).status_code == 200
+            body = {"text": text, "interaction_id": reply["id"]}
+            assert (await mine.post("/rl/set_reward", body)).status_code == 200
         await mine.end(info=info)
         session = next(iter(sessions.live.values()), None)
         await until(lambda: session is None or session.is_scored)
@@ -616,6 +618,14 @@ async def asks_twice_at_once(mine, sessions):
     await mine.rate(1.0)
 
 
+async def offers_tools(mine, sessions):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for messages in (A, [*A, {"role": "assistant", "content": "one"}, *A]):
+        body = {"messages": messages, "tools": tools}
+        assert (await mine.post("/v1/chat/completions", body)).status_code == 200
+    await mine.rate(1.0)
+
+
 async def asks_an_engine_that_died(mine, sessions):
     engine = sessions.live[0].players["policy"].engine
     generate = engine.generate
@@ -637,6 +647,7 @@ PLAYS = {
     has_branches_a_retry_and_a_stream: ["another", "one", "one", "one"],
     leaves_while_a_turn_is_sampled_and_guesses_its_text: ["another", "another", "one"],
     asks_twice_at_once: ["another", "one", "one two"],
+    offers_tools: ["another"] * 3,
     asks_an_engine_that_died: ["another", "one"],
 }
 
