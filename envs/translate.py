@@ -18,6 +18,9 @@ import itertools
 import os
 import zlib
 
+# A missing library ends the run here instead of each episode.
+import sacrebleu  # noqa: F401
+
 from rl_core import reward
 from rl_core.rewards import bleu, chrf, judge
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-# A value whose reader asks for its type.
+# A JSON value; narrow it with isinstance().
 JSON: TypeAlias = "str | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
-# A value that json.loads() returns, of a shape that is checked elsewhere.
+# An unchecked value of json.loads().
 AnyJSON: TypeAlias = Any
 JSONObject: TypeAlias = dict[str, AnyJSON]  # A JSON object: a request, a reply, a schema.
 Row: TypeAlias = dict[str, AnyJSON]  # A row of a data set: column name to value.

@@ -382,6 +382,10 @@ class Gemma4(ImageFamily):
     def expand(self, image: InputImage) -> list[int]:
         return [self.config.boi_token_id, *super().expand(image), self.config.eoi_token_id]
 
+    def joined(self, of_images: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        # Pixels are padded to one shape, whatever the number of tokens; see PixelCache.joined().
+        return super().joined(of_images)
+
 
 class Llava(OneSize):
     """LLaVA 1.5: one token for each patch."""
@@ -496,9 +500,9 @@ class PixelCache:
 
     def __init__(self, family: ImageFamily, max_bytes: int = PIXEL_CACHE_BYTES):
         self.family, self.max_bytes = family, max_bytes
-        # Tensors and their expected bytes, the least recently used first, and the sum of these.
+        # Tensors and their expected bytes, the least recently used first.
         self.made: OrderedDict[Key, tuple[Future[dict[str, Tensor]], float]] = OrderedDict()
-        self.total = 0.0
+        self.total = 0.0  # Expected bytes of all tensors in the cache.
         self.lock = Lock()  # A learner and an engine share the cache.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="pixels")
 
@@ -551,9 +555,32 @@ class PixelCache:
         dtype: dtype | None = None,
         device: device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """Arguments of the model's forward for all of these images, in their order."""
-        made = self.family.joined(list(self.each(images, dtype)))
-        return {name: tensor.to(device) for name, tensor in made.items()}
+        """Arguments of the model's forward for all of these images, in their order. Each image is
+        copied to its place in the result before the next one is computed: a large batch is in
+        memory once."""
+        family = self.family
+        if type(family).joined is not ImageFamily.joined:
+            made = family.joined(list(self.each(images, dtype)))
+            return {name: tensor.to(device) for name, tensor in made.items()}
+        num_tokens = [family.num_tokens(image) for image in images]
+        result: dict[str, Tensor] = {}
+        ends: dict[str, int] = {}
+        for tensors in self.each(images, dtype):
+            for name, tensor in tensors.items():
+                length = tensor.shape[family.axis]
+                if name not in result:
+                    # Pixels grow with the tokens, and there is one grid an image.
+                    has_pixels = name.startswith("pixel")
+                    scale = sum(num_tokens) / num_tokens[0] if has_pixels else len(images)
+                    shape = list(tensor.shape)
+                    shape[family.axis] = round(length * scale)
+                    result[name] = tensor.new_empty(shape, device=device)
+                    ends[name] = 0
+                result[name].narrow(family.axis, ends[name], length).copy_(tensor)
+                ends[name] += length
+        for name, tensor in result.items():
+            assert tensor.shape[family.axis] == ends[name], (family.path, name)
+        return result
 
 
 def make_family(config: PretrainedConfig, path: str, max_pixels: int | None) -> ImageFamily | str:

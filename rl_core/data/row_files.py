@@ -25,10 +25,6 @@ from rl_core.types import Row
 IN_MEMORY_BYTES = 64 << 20
 # Deepest nesting of objects and lists in a row, because code that reads rows recurses.
 MAX_NESTING = 200
-NOT_UTF8 = (
-    "{}: {}; convert the file by iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is "
-    "WINDOWS-1252 or UTF-16, say"
-)
 NESTED = f"objects and lists are nested deeper than {MAX_NESTING} levels; flatten the row"
 
 
@@ -144,15 +140,28 @@ def read_json(path: Path) -> Iterator[Row]:
             yield from parse_rows(line, f"row {number} of {path}")
 
 
+def is_utf16(text: bytes) -> bool:
+    return b"\0" in text[:4]
+
+
+def not_utf8(location: str, text: bytes, error: ValueError) -> str:
+    """The message of an error of a text that is not UTF-8, with the command that converts it."""
+    encoding = "UTF-16" if is_utf16(text) else "WINDOWS-1252"
+    return (
+        f"{location}: not UTF-8 but probably {encoding} ({error}); convert the file by iconv -f "
+        f"{encoding} -t UTF-8 FILE > NEW"
+    )
+
+
 def parse_rows(text: bytes, location: str, is_array: bool = False) -> list[Row]:
     try:
         decoded = text.decode("utf-8-sig")
         value = json.loads(decoded)
     except RecursionError:
         raise ValueError(f"{location}: {NESTED}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(NOT_UTF8.format(location, error)) from None
     except ValueError as error:
+        if isinstance(error, UnicodeDecodeError) or is_utf16(text):
+            raise ValueError(not_utf8(location, text, error)) from None
         raise ValueError(
             f"{location}: not JSON in UTF-8: {error}. The file may be cut short; a file with one "
             "object per line must end in .jsonl"

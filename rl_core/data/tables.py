@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
-from rl_core.data.row_files import NOT_UTF8, parse_rows, read_json
+from rl_core.data.row_files import not_utf8, parse_rows, read_json
 from rl_core.data.rows import (
     CHECKED_ROWS,
     JSON_FILES,
@@ -227,7 +227,7 @@ def one_line_errors(source: str) -> Iterator[None]:
     except (OSError, ValueError, DatasetsError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
-            raise ValueError(NOT_UTF8.format(source, cause)) from None
+            raise ValueError(not_utf8(source, cause.object, cause)) from None
         text = " ".join(str(cause).split())
         if EMPTY.search(text):
             raise ValueError(

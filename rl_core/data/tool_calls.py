@@ -186,28 +186,38 @@ def resolved(schema: AnyJSON, root: AnyJSON, depth: int = 0) -> AnyJSON:
 
 
 def allowed(schema: AnyJSON, root: AnyJSON = None, depth: int = 0) -> tuple[list[str], list | None]:
-    """(JSON types that a schema allows, its enumerated values or None). `true` and a schema without
-    a type allow a string."""
+    """(JSON types that all rules of a schema allow, its enumerated values or None). `true` and a
+    schema without a type allow a string."""
     schema = resolved(schema, root)
     if not isinstance(schema, dict) or depth > MAX_REFS:
         return ["string"], None
+    rules: list[tuple[list[str], list | None]] = []
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, (list, tuple)):
-        return [json_type(value) for value in values], list(values)
+        rules.append(([json_type(value) for value in values], list(values)))
     if "type" in schema:
         kinds = schema["type"]
-        return [kinds] if isinstance(kinds, str) else list(kinds or ()), None
-    if options := [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]:
-        read = [allowed(each, root, depth + 1) for each in options]
-        listed = [value for _, values in read for value in values or ()]
-        return [kind for types, _ in read for kind in types], listed or None
+        rules.append(([kinds] if isinstance(kinds, str) else list(kinds or ()), None))
+    for key in ("anyOf", "oneOf"):
+        if options := [allowed(each, root, depth + 1) for each in schema.get(key) or ()]:
+            listed = [value for _, values in options for value in values or ()]
+            rules.append(([kind for types, _ in options for kind in types], listed or None))
     for each in schema.get("allOf") or ():
         if is_typed(resolved(each, root)):
-            return allowed(each, root, depth + 1)
-    for key, kind in (("properties", "object"), ("items", "array")):
-        if key in schema:
-            return [kind], None
-    return ["string"], None
+            rules.append(allowed(each, root, depth + 1))
+    if not rules:
+        for key, kind in (("properties", "object"), ("items", "array")):
+            if key in schema:
+                return [kind], None
+        return ["string"], None
+    types = rules[0][0]
+    for more, _ in rules[1:]:
+        types = [kind for kind in types if fits(kind, more)] or types
+    return types, next((values for _, values in rules if values is not None), None)
+
+
+def fits(kind: str, types: list[str]) -> bool:
+    return kind in types or (kind == "integer" and "number" in types)
 
 
 def is_typed(schema: AnyJSON) -> bool:

@@ -55,7 +55,7 @@ class LearnerContext:
     ranks: Ranks
     load: Callable[..., Policy]  # Loads a further model from a folder.
     make_optimizer: MakeOptimizer
-    # By actor, as far as made.
+    # Learners made so far, by actor.
     learners: Mapping[str, ExtendedLearner] = field(default_factory=dict)
     token_loss: TokenLoss | None = None  # A script's, instead of the algorithm's.
 

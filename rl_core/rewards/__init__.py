@@ -223,7 +223,8 @@ def overlap(name: str, text: str, reference: str) -> float:
         raise ValueError(f"reference={reference!r} must hold a word")
     with needing(f"{name}()", "text"):
         import sacrebleu
-    return getattr(sacrebleu, f"sentence_{name}")(text, [reference]).score / 100
+    score = getattr(sacrebleu, f"sentence_{name}")(text, [reference]).score
+    return min(1.0, score / 100)  # Rounding can give equal texts more than 100.
 
 
 def together(

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import struct
+import weakref
 import zlib
 from pathlib import Path
 
@@ -352,7 +353,7 @@ def test_another_number_of_marks_than_of_images_is_refused(row, error):
         make_task(row, 0, "e", "train")
 
 
-def test_the_pixel_cache_drops_the_least_recently_used(make_model):
+def test_the_pixel_cache_drops_the_least_recently_used(make_model, monkeypatch):
     family = load_family(str(make_model("qwen2_5_vl")))
     a, b, c = (read_image(np.full((16, 16, 3), n, np.uint8)) for n in range(3))
     size = sum(tensor.nbytes for tensor in family.tensors(a).values())
@@ -366,3 +367,15 @@ def test_the_pixel_cache_drops_the_least_recently_used(make_model):
     cache.start(later)
     assert [key for key, _ in cache.made] == [c.key, later[0].key]
     assert len(cache.joined(later)["image_grid_thw"]) == 6 and cache.total <= 2 * size + 99
+    # Images in the cache, the one that is computed and the one that is copied.
+    refs, counts, tensors = [], [], family.tensors
+
+    def counted(image):
+        made = tensors(image)
+        refs.append(weakref.ref(made["pixel_values"]))
+        counts.append(sum(ref() is not None for ref in refs))
+        return made
+
+    monkeypatch.setattr(family, "tensors", counted)
+    many = [read_image(np.full((16, 16, 3), n, np.uint8)) for n in range(10, 22)]
+    assert len(cache.joined(many)["image_grid_thw"]) == len(counts) == 12 and max(counts) < 6

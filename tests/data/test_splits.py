@@ -310,7 +310,10 @@ def test_environments_without_training_rows_alone_are_refused(tiny_model, tmp_pa
         code = SPLITS.replace('[{"prompt": f"{split} {n}"} for n in range(%d)]', rows)
         (tmp_path / f"{name}.py").write_text(code)
     aime, none = (str(tmp_path / f"{name}.py") for name in files)
+    bare = tmp_path / "bare.py"
+    bare.write_text("async def reward_fn(completion):\n    return 1.0\n")
     for paths, says in {
+        str(bare): r"--data.train is missing: .*; .*bare\.py has no load_tasks",
         aime: r"--data.train is missing: .*; load_tasks\('train'\) of .* gives no rows",
         f"{aime},{none}": r"--envs.none.train is missing: ",
         f"{aime},{aime.replace('aime', 'b')}": "no environment has training rows",

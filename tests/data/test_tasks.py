@@ -182,7 +182,7 @@ NESTED = "objects and lists are nested deeper than 200 levels"
 NO_TABLE = b"a,b\n1,2,3,4\n" * 3 + b'"'
 
 
-ICONV = "[^;]*; convert the file by iconv -f ENCODING -t UTF-8"
+ICONV = "not UTF-8 but probably {0} .*; convert the file by iconv -f {0} -t UTF-8".format
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,11 @@ ICONV = "[^;]*; convert the file by iconv -f ENCODING -t UTF-8"
             r"row 3 of .*x.jsonl: a row must be a JSON object, this is \[1\]",
         ),
         ("x.jsonl", b'{"a": 1}\nnull\n', r"row 2 of .*: a row must be a JSON object, this is null"),
-        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', f"row 2 of .*byte 0xff in position 7{ICONV}"),
-        ("x.json", '[{"a": "é"}]'.encode("utf-16"), f"x.json: {ICONV}"),
-        ("x.csv", "prompt,answer\né,1\n".encode("latin-1"), f"x.csv: {ICONV}"),
+        ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "row 2 of .*: " + ICONV("WINDOWS-1252")),
+        ("x.json", '[{"a": "é"}]'.encode("utf-16"), "x.json: " + ICONV("UTF-16")),
+        ("x.jsonl", '{"a": 1}'.encode("utf-16-le"), "row 1 of .*: " + ICONV("UTF-16")),
+        ("x.csv", "prompt,answer\né,1\n".encode("utf-16"), "x.csv: " + ICONV("UTF-16")),
+        ("x.csv", "prompt,answer\né,1\n".encode("latin-1"), "x.csv: " + ICONV("WINDOWS-1252")),
         (
             "x.jsonl",
             rb'{"a": "\ud83d\ude00"}' + b"\n" + rb'{"b": 1, "a": ["half \ud83d emoji"]}',

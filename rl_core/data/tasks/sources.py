@@ -39,8 +39,12 @@ def train_tasks(config: Config, envs: dict[str, Env], held_out: HeldOut | None =
             if len(names) > 1 and held_out(name):
                 continue
             flag = "--data.train" if len(names) == 1 else f"--envs.{name}.train"
-            other = f"; load_tasks('train') of {envs[name].path} gives no rows" if envs else ""
-            raise ValueError(f"{flag} is missing: a file or `datasets` name{other}")
+            reason = ""
+            if envs and envs[name].load_tasks is None:
+                reason = f"; {envs[name].path} has no load_tasks"
+            elif envs:
+                reason = f"; load_tasks('train') of {envs[name].path} gives no rows"
+            raise ValueError(f"{flag} is missing: a file or `datasets` name{reason}")
         sources.append(source)
         weights.append(section.weight)
     return sources[0] if len(sources) == 1 else mixed_tasks(config, sources, weights)

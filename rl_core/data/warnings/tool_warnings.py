@@ -1,4 +1,4 @@
-"""Warnings about tools that a model does not read of."""
+"""Warnings about tools that neither the template nor a message shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def tool_warnings(
     envs: Mapping[str, Env],
     chats: Mapping[str, Chat],
 ) -> Iterator[str]:
-    """Warnings about tools that a trained actor does not read of, one by environment and actor."""
+    """Warnings about tools that neither the template nor a message shows to a trained actor, one
+    for each environment and actor."""
     warned: set[tuple[str, str]] = set()
     names = [name for name in config.trained if name in chats]
     for source in sources if names else ():

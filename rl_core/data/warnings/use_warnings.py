@@ -8,6 +8,7 @@ from rl_core.data.context_columns import SYSTEM_COLUMNS
 from rl_core.data.messages import shorten
 from rl_core.data.rows import row_place
 from rl_core.data.warnings.read_row import ColumnUse
+from rl_core.data.warnings.unread_columns import fix_of, name_columns
 
 MIN_EQUAL = 10  # Rows of one prompt, if they are most, are warned of.
 
@@ -27,11 +28,9 @@ def use_warnings(use: ColumnUse, warned: set[str]) -> Iterator[str]:
         if is_new(remark):
             location = row_place(rows[0], source.files, source.split)
             yield f"{len(rows)} {among}, such as {location}: {remark}"
+    prompt = name_columns(use).prompt
     for column, num in use.lost.items():
         if is_new(column):
-            from rl_core.data.warnings.unread_columns import fix_of, name_columns
-
-            prompt = name_columns(use).prompt
             yield (
                 f"column {column!r}, which {num} {among} have, is not read: prompts are made "
                 f"of {', '.join(prompt)}; {fix_of(column, prompt, use.lost, use.nested)}"
@@ -53,9 +52,7 @@ def use_warnings(use: ColumnUse, warned: set[str]) -> Iterator[str]:
         )
     if not env or not env.turn_loop.system_prompts:
         return
-    from rl_core.data.warnings.unread_columns import name_columns
-
-    replaced = [column for column in SYSTEM_COLUMNS if column in name_columns(use).prompt]
+    replaced = [column for column in SYSTEM_COLUMNS if column in prompt]
     if replaced and is_new("system_prompts"):
         yield (
             f"system_prompts of {env.path} replace the rows' column {replaced[0]!r}: the "

@@ -144,7 +144,7 @@ RULES = (
         "rollout/[^/]+/agent_overridden_tools",
         1,
         is_in_first_step,
-        f"{OVERRIDDEN} tools that the model does not read of: a server would run them, or the chat "
+        f"{OVERRIDDEN} tools that the model is not shown: a server would run them, or the chat "
         "template renders no tools; try functions of the program, another template with "
         "--actors.NAME.chat_template FILE, or a message that names the tools",
     ),
