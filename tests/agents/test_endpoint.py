@@ -589,16 +589,20 @@ def test_seeds_do_not_depend_on_the_order_of_other_requests():
 
 
 async def test_what_the_trainer_decides_is_counted():
-    async with endpoint("one", "two") as (llm, _):
+    async with endpoint("one", "two", max_turns=2) as (llm, _):
         client = openai_client(llm)
         await chat(client, HI, temperature=0.1, top_p=0.5)
         await chat(client, HI, tool_choice="required", tools=TOOLS)
+        again = {"x-stainless-retry-count": "1"}
+        await chat(client, HI, temperature=0.1, top_p=0.5, extra_headers=again)
+        with pytest.raises(openai.BadRequestError):  # It has had its turns.
+            await chat(client, [{"role": "user", "content": "more"}], temperature=0.1)
         metrics = llm.trajectories(1.0)[0].metrics
     counted = {name: metrics[name] for name in metrics if name.startswith("agent_overridden")}
     assert counted == {
-        "agent_overridden": 3,
-        "agent_overridden_temperature": 1,
-        "agent_overridden_top_p": 1,
+        "agent_overridden": 6,
+        "agent_overridden_temperature": 3,
+        "agent_overridden_top_p": 2,
         "agent_overridden_tool_choice": 1,
     }
 

@@ -193,6 +193,14 @@ async def asks_after_the_end(client, sessions):
     return await mine.post("/v1/chat/completions", {"model": "m", "messages": HI})
 
 
+async def asks_after_the_end_while_a_step_learns(client, sessions):
+    mine = await client.start()
+    await mine.say("hi")
+    await mine.end()
+    sessions.gate.clear()
+    return await mine.post("/v1/chat/completions", {"model": "m", "messages": HI})
+
+
 async def rates_too_late(client, sessions):
     mine = await client.start()
     await mine.say("hi")
@@ -289,6 +297,7 @@ REFUSALS = {
     rates_what_is_not_there: 404,
     rates_anothers: 404,
     asks_after_the_end: 410,
+    asks_after_the_end_while_a_step_learns: 410,
     rates_too_late: 410,
     rates_what_is_over: 410,
     rates_slowly_while_a_step_takes_it: 410,
@@ -444,6 +453,20 @@ async def test_hooks_and_judges_score_what_clients_say(name, tmp_path):
             assert sessions.rated[0].trajectories[0].reward == math.fsum(parts.values())
 
 
+DAMAGED = {"its file is damaged": 1}
+# Last lines of a file of a session -> counts of a run that resumes.
+LAST_LINES = {
+    '{"event": "rebound"}\n{"event": "rebound"}': {},
+    '{"event": ': DAMAGED,
+    "[]": DAMAGED,
+    '{"event": "end"}': DAMAGED,
+    '{"event": "truncated", "actor": "another"}': DAMAGED,
+    '{"event": "sent", "reply": "another", "num": null}': DAMAGED,
+    '{"event": "reward", "reply": "another", "parts": {}, "named": true}': DAMAGED,
+    '{"event": "reply", "dialect": "", "request": {}, "completions": []}': DAMAGED,
+}
+
+
 async def test_what_is_not_rated_or_read_is_left_out_and_counted(tmp_path):
     async with opened(tmp_path, reward_s=50, session_s=50) as (client, sessions):
         waiting, unread, forgotten = [await client.start() for _ in range(3)]
@@ -462,6 +485,17 @@ async def test_what_is_not_rated_or_read_is_left_out_and_counted(tmp_path):
         assert sessions.counts == {"started": 3, "no reward came": 1, "no reply was read": 1}
     async with opened(tmp_path) as (client, sessions):
         assert set(sessions.live) == {2}
+    for number, line in enumerate(LAST_LINES):
+        folder = tmp_path / f"resumed_{number}"
+        shutil.copytree(tmp_path / "rollouts", folder / "rollouts")
+        (folder / "rollouts/sessions/notes.jsonl").write_text("{}\n")
+        file = folder / "rollouts/sessions/000002.jsonl"
+        file.write_text(f"{file.read_text()}{line}\n")
+        for counts in (LAST_LINES[line], {}):
+            async with opened(folder) as (client, sessions):
+                assert sessions.counts == counts, line
+                assert set(sessions.live) == (set() if LAST_LINES[line] else {2})
+                assert summaries(folder / "rollouts")
     for counts in ({"cannot be restored": 1}, {}):  # Its request is too long for the context.
         async with opened(tmp_path, context=9) as (client, sessions):
             assert not sessions.live and sessions.counts == counts
@@ -584,7 +618,9 @@ async def has_branches_a_retry_and_a_stream(mine, sessions):
     assert refused.status_code == 400
     async with (
         anthropic.AsyncAnthropic(base_url=mine.url, api_key=mine.key) as program,
-        program.messages.stream(model="any", max_tokens=99, messages=HI) as stream,
+        program.messages.stream(
+            model="any", max_tokens=99, messages=HI, extra_body={"temperature": 0.5}
+        ) as stream,
     ):
         await stream.until_done()
     await mine.rate(0.5)
@@ -658,6 +694,7 @@ def learned(trajectories):
     for t in trajectories:
         turns = [replace(turn, name="") for turn in t.turns]
         facts.append((t.messages, turns, t.reward_parts, t.turn_rewards, t.status))
+        facts[-1] += (t.metrics["agent_overridden"],)
     return sorted(facts, key=str)
 
 
@@ -685,6 +722,8 @@ async def test_a_run_that_was_killed_at_any_event_goes_on_with_its_sessions(play
             session = sessions.live[0]
             kept = [line for line in lines[:number] if '"event": "reply"' in line]
             assert len(session.nodes) == len(kept)
+            # The request before the third reply was too long.
+            assert session.is_truncated or len(kept) < 3
             if session.is_open:
                 again = await mine.say("a", **{"x-stainless-retry-count": "1"})
                 text = again["choices"][0]["message"]["content"]

@@ -170,7 +170,7 @@ class Endpoint:
             least = await self.server.off_loop(request.is_long, measure)
         if least < actor.max_context_tokens:
             return
-        tree.is_truncated = True
+        tree.truncate()
         limit = f"the context of {actor.max_context_tokens} tokens"
         self.server.report(f"a request of {self.program} that cannot fit into {limit}")
         text = f"the messages have at least {least} tokens, which cannot fit into {limit}"
@@ -208,7 +208,7 @@ class Endpoint:
     def store(self, dialect: ModuleType, request: Request, replies: list[Reply]) -> None:
         """Called before replies are sent. Keeps those that later requests may name."""
         for reply in replies:
-            reply.is_sent = True
+            reply.is_stored = True
             if not request.is_kept:
                 continue
             history = [*without_prefix(request.messages)[0], reply.message]

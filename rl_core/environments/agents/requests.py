@@ -168,7 +168,7 @@ class Reply:
     num_tokens: int = 0
     # (bytes, logprob) of each token, if wanted.
     logprobs: list[tuple[bytes, float]] = field(default_factory=list)
-    is_sent: bool = False  # A connection began to send it; else no program can have it.
+    is_stored: bool = False  # Endpoint.store() had it; else no program can have it.
     # Characters of thoughts and text that a connection took; inf: the whole reply.
     num_sent: float = 0
 

@@ -42,7 +42,8 @@ def drop_cut_line(file: Path) -> None:
 
 def session_files(folder: Path) -> Iterator[tuple[int, Path]]:
     """(number, file) of each session of a run's rollouts/, in the order of their starts."""
-    for file in sorted((folder / FOLDER).glob("*.jsonl"), key=lambda file: int(file.stem)):
+    files = [file for file in (folder / FOLDER).glob("*.jsonl") if file.stem.isdecimal()]
+    for file in sorted(files, key=lambda file: int(file.stem)):
         yield int(file.stem), file
 
 

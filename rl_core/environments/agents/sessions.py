@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -92,6 +93,7 @@ class OnlineSession(RatedEndpoint):
 
     async def attempt(self, request: Request) -> Attempt:
         """See Endpoint. Waits while a step learns."""
+        self.refuse_unless(self.is_open)
         await self.sessions.wait_for_engine()
         self.refuse_unless(self.is_open)
         self.used_s = time.time()
@@ -170,8 +172,7 @@ class OnlineSession(RatedEndpoint):
 
     def end(self, info: JSON = None) -> None:
         if self.is_open:
-            truncated = [name for name, tree in self.trees.items() if tree.is_truncated]
-            self.write("end", info=info, truncated=truncated)
+            self.write("end", info=info)
             self.ended_s, self.info = time.time(), info
             for tree in self.trees.values():
                 tree.cancel()
@@ -274,6 +275,8 @@ class Sessions:
             file=self.file(number),
             used_s=time.time(),
         )
+        for name, tree in session.trees.items():
+            tree.note_truncated = partial(session.write, "truncated", actor=name)
         self.live[number] = self.by_key[key] = session
         return session
 
@@ -346,29 +349,25 @@ class Sessions:
 
     async def restore(self, server: EndpointServer, step: int) -> None:
         """Restores the sessions of an earlier process that no step up to `step` has. Later steps
-        are lost, and their sessions are trained again. Time limits begin anew."""
+        are lost, and their sessions are trained again. Time limits begin anew. A damaged file is
+        renamed to *.damaged, and its session is left out."""
         self.is_restoring, self.step = True, step
         refused: dict[int, str] = {}
         for number, file in session_files.session_files(self.rollouts):
-            session_files.drop_cut_line(file)
-            events = session_files.read_events(file)
-            # A session whose start was cut has no client.
             self.next_number = max(self.next_number, number + 1)
-            if not events:
-                file.unlink()
-                continue
-            fate = [each for each in events if each["event"] in FATES][-1]
-            if fate["event"] == "left_out" or (fate["event"] == "step" and fate["step"] <= step):
-                self.over_since[number] = fate["step"]
-                self.over[events[0]["key"]] = f"session-{number:06d}"
-                continue
-            if fate["event"] == "step":
-                # The step may come again with other sessions.
-                session_files.append(file, {"event": "untaken", "time": time.time()})
             try:
-                await self.replay(server, number, events)
-            except Refusal as refusal:  # The chat template or a limit is another one.
+                if events := self.untrained_events(number, file):
+                    await self.replay(server, number, events)
+            except Refusal as refusal:
+                # The run resumed with another chat template or a lower limit.
                 refused[number] = refusal.message
+            except (OSError, EngineDied):  # The file may be complete.
+                raise
+            except Exception:
+                self.counts["its file is damaged"] += 1
+                if number in self.live:
+                    self.forget(self.live[number], step)
+                file.rename(file.with_suffix(".damaged"))
         self.is_restoring = False
         for number, reason in refused.items():
             self.leave_out(self.live[number], f"cannot be restored: {reason}")
@@ -377,6 +376,23 @@ class Sessions:
             if not session.is_open:
                 session.ended_s = session.used_s
                 session.score_soon()
+
+    def untrained_events(self, number: int, file: Path) -> list[JSONObject]:
+        """The events of a session's file, or [] if it is over."""
+        session_files.drop_cut_line(file)
+        events = session_files.read_events(file)
+        if not events:  # A session whose start was cut has no client.
+            file.unlink()
+            return []
+        fate = [each for each in events if each["event"] in FATES][-1]
+        if fate["event"] == "left_out" or (fate["event"] == "step" and fate["step"] <= self.step):
+            self.over_since[number] = fate["step"]
+            self.over[events[0]["key"]] = f"session-{number:06d}"
+            return []
+        if fate["event"] == "step":
+            # The step may come again with other sessions.
+            session_files.append(file, {"event": "untaken", "time": time.time()})
+        return events
 
     async def replay(self, server: EndpointServer, number: int, events: list[JSONObject]) -> None:
         session = self.make(server, number, events[0]["task_id"], events[0]["key"])
@@ -389,18 +405,22 @@ class Sessions:
                 session.nodes[event["reply"]].reply.num_sent = sent
             elif kind == "reward":
                 session.keep(event)
+            elif kind == "truncated":
+                session.trees[event["actor"]].is_truncated = True
             elif kind == "rebound":  # Even if the file of the later session is gone.
-                self.over[session.api_key] = self.by_key.pop(session.api_key).id
+                self.by_key.pop(session.api_key, None)
+                self.over[session.api_key] = session.id
         for event in events:
             if event["event"] == "end":  # A reply that was sampled by then may follow.
-                for actor in event["truncated"]:
-                    session.trees[actor].is_truncated = True
                 session.end(event["info"])
 
     async def replay_reply(self, session: OnlineSession, event: JSONObject) -> None:
-        """Plays a request again, with its completions. It was no retry of another one."""
+        """Plays a request again, with its completions. The request was no retry of another
+        request."""
         request = Request(**session.coder.decode(event["request"]))
         session.turns.completions = list(map(session_files.completion_of, event["completions"]))
-        replies = await session.tree_of(request).begin(request, digest_of(request)).replies()
-        assert not session.turns.completions, "the turns of a file are those of its request"
+        assert len(session.turns.completions) == request.num_replies, "none is sampled again"
+        tree = session.tree_of(request)
+        tree.count_overridden(request)
+        replies = await tree.begin(request, digest_of(request)).replies()
         session.store(DIALECT_AT[event["dialect"]], request, replies)

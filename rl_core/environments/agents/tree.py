@@ -16,7 +16,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, fields, replace
@@ -148,6 +148,7 @@ class Tree:
     # The episode's context: a task of the server has the context of the server's starter.
     context: Context = field(default_factory=copy_context)
     is_truncated: bool = False  # A request did not fit into the context or max_turns.
+    note_truncated: Callable[[], None] | None = None  # Called before the first refusal.
     failure: EngineDied | None = None
 
     @property
@@ -176,6 +177,7 @@ class Tree:
     def attempt(self, request: Request, digest: Digest) -> Attempt:
         """The attempt that answers a request: a retry has that of the first request, and every
         other request a new one. Raises Refusal."""
+        self.count_overridden(request)
         repeated = self.repeated(self.attempts[digest.request], request.is_retry)
         if repeated is None or (repeated.is_done and repeated.is_lost):
             self.check_turns(request.num_replies)
@@ -184,11 +186,21 @@ class Tree:
             return repeated
         return self.begin(request, digest)
 
-    def begin(self, request: Request, digest: Digest) -> Attempt:
-        """A new attempt, also for a request that was asked before. Raises Refusal."""
+    def count_overridden(self, request: Request) -> None:
+        """Counts the fields of a request that the run overrides. Raises Refusal if there are too
+        many."""
         self.overridden.update(request.overridden)
         if len(self.overridden) > MAX_OVERRIDDEN:
             raise Refusal(f"the requests set more than {MAX_OVERRIDDEN} fields that are not read")
+
+    def truncate(self) -> None:
+        """Notes that a request did not fit into the context or max_turns."""
+        if not self.is_truncated and self.note_truncated is not None:
+            self.note_truncated()
+        self.is_truncated = True
+
+    def begin(self, request: Request, digest: Digest) -> Attempt:
+        """A new attempt, also for a request that was asked before."""
         nodes = self.context.run(asyncio.ensure_future, self.play(request, digest))
         attempt, attempts = Attempt(nodes, request.num_replies), self.attempts[digest.request]
         attempts.append(attempt)
@@ -221,7 +233,7 @@ class Tree:
             try:
                 await prepare(self.actor.chat, request.messages, request.tools, limit)
             except TooLongError as error:
-                self.is_truncated = True
+                self.truncate()
                 text = f"{error}, which cannot fit into the context of {limit + 1} tokens"
                 raise Refusal(text, code="context_length_exceeded") from None
             except ValueError as error:
@@ -252,7 +264,7 @@ class Tree:
 
     def check_turns(self, num_replies: int) -> None:
         if self.max_turns and self.num_turns + num_replies > self.max_turns:
-            self.is_truncated = True
+            self.truncate()
             raise Refusal(
                 f"the episode has had its {self.max_turns} turns; raise max_turns in the "
                 "environment's file, or --rollout.max_turns",
@@ -266,7 +278,7 @@ class Tree:
         parent: Node | None = None
         length = 0
         for node in self.nodes:
-            if node.tools != digest.tools or not node.reply.is_sent:
+            if node.tools != digest.tools or not node.reply.is_stored:
                 continue
             num = len(node.keys)
             if length < num < len(asked) and asked[:num] == node.keys:
@@ -312,10 +324,11 @@ class Tree:
         try:
             await talk.respond(new, **limits)
         except ValueError as error:
-            self.is_truncated = self.is_truncated or talk.tokens_left < 1
+            if talk.tokens_left < 1:
+                self.truncate()
             raise Refusal(str(error), code=code_of(talk)) from error
         if talk.num_replies == num_replies:
-            self.is_truncated = True
+            self.truncate()
             raise Refusal(
                 f"the conversation fills the context of {self.actor.max_context_tokens} tokens",
                 code=code_of(talk),
