@@ -16,7 +16,7 @@ from rl_core.sampling.engine import NamedWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PIECE_BYTES = 256 << 20  # Experts in the published form, which are copies.
+PIECE_BYTES = 256 << 20  # Bytes of experts converted at once; conversion copies them.
 
 
 def arriving(
@@ -76,26 +76,24 @@ def checkpoint_weights(hf: PreTrainedModel, named: NamedWeights) -> Iterator[tup
     """The weights as published checkpoints of this model have them, such as one tensor per expert.
     Weights of one layer must be consecutive, as in named_weights(). One stack of experts is held at
     a time, and PIECE_BYTES of it in the published form. Raises the errors of `arriving`."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
     from rl_core.models.loading import save_as_published
 
     save_as_published(hf)
-    conversions = getattr(hf, "_weight_conversions", None)
-    conversions = conversions or get_model_conversion_mapping(hf, add_legacy=False)
+    conversions = hf.__dict__["_weight_conversions"]
     named = map(itemgetter(0, 1), arriving_at(hf, named))
     if not conversions:
         yield from named
         return
     revert = partial(revert_weight_conversion, hf)
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
-    # Their weights are merged with others of the layer.
+    # Converted together with the layer, which some renamings need too.
     merging = [c.reverse_transform() for c in converters if len(c.target_patterns) > 1]
     for _, layer in itertools.groupby(named, lambda item: layer_number(item[0])):
         together = {}
         for name, weight in layer:
-            if any(c.rename_source_key(name)[1] for c in merging):
+            if weight.ndim != 3 or any(c.rename_source_key(name)[1] for c in merging):
                 together[name] = weight
             else:
                 yield from published(revert, name, weight)

@@ -112,7 +112,7 @@ def save_as_published(model: PreTrainedModel) -> None:
         for operation in getattr(conversion, "operations", ()):
             if getattr(operation, "check_dims", False):
                 operation.check_dims = False
-                model.__dict__["_weight_conversions"] = conversions
+    model.__dict__["_weight_conversions"] = conversions or None  # Else found for each call.
 
 
 def kept_in_fp32(model: PreTrainedModel, dtype: torch.dtype) -> list[str]:

@@ -12,9 +12,13 @@ import torch
 import transformers
 from kit import embedded, families, longrope, make_learner, make_skeleton, sample, steps, words
 from models_table import (
+    EXPERTS,
     FAMILIES,
+    LATENT,
     LIMITS,
     ROWS,
+    SIZES,
+    VISION,
     family_config,
     load_plain,
     make_family,
@@ -23,7 +27,9 @@ from models_table import (
     try_family,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from rl_core.config import LoraConfig
 from rl_core.data.image_families import FAMILIES as SEEING
@@ -35,7 +41,7 @@ from rl_core.engines.weights import checkpoint_weights
 from rl_core.learning.padded_forward import choose_forward
 from rl_core.learning.policies import make_policy
 from rl_core.models.kernels.fused_norms import FusedRMSNorm, fuse_norms
-from rl_core.models.loading import max_positions
+from rl_core.models.loading import max_positions, on_meta
 from rl_core.run.process.joining import init_ranks
 from rl_core.run.saving.checkpoint import export_policy
 from rl_core.types import SamplingParams
@@ -109,6 +115,27 @@ def test_a_family_equals_transformers_and_is_exported_as_it_came(name, tmp_path)
     assert bool(frozen) == (
         name in ("glm4_moe", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "llama4")
     )
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "kimi_k25"])
+def test_names_sent_to_servers_are_those_of_exports(monkeypatch, name):
+    if name == "kimi_k25" and name not in CONFIG_MAPPING_NAMES:
+        pytest.skip("transformers is too old for kimi_k25")
+    text = SIZES | EXPERTS | LATENT | {"model_type": "deepseek_v3"}
+    kimi = {"text_config": text, "vision_config": VISION}  # Its renamings need a whole layer.
+    monkeypatch.setitem(FAMILIES, "kimi_k25", kimi)
+    model = on_meta(family_config(name))
+    weights = dict(model.named_parameters())
+    exported = revert_weight_conversion(model, weights)
+    calls = []
+    find = conversion_mapping.get_model_conversion_mapping
+    monkeypatch.setattr(
+        conversion_mapping,
+        "get_model_conversion_mapping",
+        lambda *args, **kwargs: calls.append(args) or find(*args, **kwargs),
+    )
+    assert dict(checkpoint_weights(model, weights.items())).keys() == exported.keys()
+    assert not calls  # It walks all modules, and is not called for each layer.
 
 
 # These families keep routers, or norms, in fp32.
