@@ -13,7 +13,7 @@ import torch
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import Ranks, barrier
-from rl_core.engines.engine_weights import Weights
+from rl_core.engines.engine_weights import WeightState
 from rl_core.environments.options import endpoint_opener
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Metric, add_metrics
@@ -91,7 +91,9 @@ class ActorRuntime:
     engine: Engine | None = None  # None without RL, or if another rank has the engine.
     adapter: str = ""  # Adapter that the engine applies to its weights.
     speaker: Speaker | None = None  # None if the run learns from rows.
-    weights: Weights | None = None  # State of the engine's weights; None without an engine.
+    weight_state: WeightState | None = (
+        None  # State of the engine's weights; None without an engine.
+    )
 
     @asynccontextmanager
     async def learning(self) -> AsyncIterator[Learner]:
@@ -122,7 +124,7 @@ class ActorRuntime:
             return
         assert self.learner is not None
         self.device.release_device()  # The engine allocates memory for its weights now.
-        weights = self.learner.engine_weights(self.weights is Weights.SHARED)
+        weights = self.learner.engine_weights(self.weight_state is WeightState.SHARED)
         if self.engine is None:
             exhaust(weights or ())
             return
@@ -156,7 +158,7 @@ def make_actors(plan: Plan, learners: dict[str, Learner], ranks: Ranks) -> dict[
         actor.speaker = plan.endpoints.get(name)
         if name in engines:
             actor.engine, actor.adapter = engines[name], plan.engines.weights.adapter_of(name)
-            actor.weights = plan.engines.weights.state(name, ranks, actor.learner)
+            actor.weight_state = plan.engines.weights.state(name, ranks, actor.learner)
             actor.speaker = make_speaker(
                 config,
                 name,

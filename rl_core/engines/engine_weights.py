@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Weights(Enum):
+class WeightState(Enum):
     """Owner of an engine's weights, and who resends them to a server that lost them."""
 
     SHARED = "the tensors of this rank's learner"
@@ -55,27 +55,27 @@ class EngineWeights:
     def has_server(self, name: str) -> bool:
         return self.classes[name].weight_owner is WeightOwner.SERVER
 
-    def state(self, name: str, ranks: Ranks, learner: Learner | None) -> Weights:
+    def state(self, name: str, ranks: Ranks, learner: Learner | None) -> WeightState:
         """The state of the actor's weights on this rank. `learner`: the actor's, if it is here."""
         if self.has_server(name):
             return self.server_state(ranks)
         may_share = self.classes[name].weight_owner is WeightOwner.LEARNER
         if may_share and learner and not ranks.rollout_ranks and learner.policy.is_shareable:
-            return Weights.SHARED
-        return Weights.COPIED
+            return WeightState.SHARED
+        return WeightState.COPIED
 
-    def server_state(self, ranks: Ranks) -> Weights:
+    def server_state(self, ranks: Ranks) -> WeightState:
         if ranks.size == 1 and not self.config.max_staleness and not ranks.rollout_ranks:
-            return Weights.RESENT  # Learners are idle while engines sample.
+            return WeightState.RESENT  # Learners are idle while engines sample.
         # Separate rank groups have no common collective, and engines that take turns would lack
         # weights at each turn.
         is_separate = ranks.is_engine and not ranks.rollout_ranks
-        return Weights.KEPT if is_separate or self.takes_turns else Weights.AWAITED
+        return WeightState.KEPT if is_separate or self.takes_turns else WeightState.AWAITED
 
     def may_be_lost(self, ranks: Ranks) -> bool:
         """True if an engine may lose weights that only all ranks together can send again."""
         states = [self.state(name, ranks, None) for name in self.classes]
-        return self.config.weight_sync != "files" and Weights.AWAITED in states
+        return self.config.weight_sync != "files" and WeightState.AWAITED in states
 
     def adapter_of(self, name: str) -> str:
         """Name of the adapter that the actor's engine applies: several actors share a model, or the
@@ -104,7 +104,7 @@ class EngineWeights:
         return adapters
 
     def module(
-        self, name: str, state: Weights, learner: Learner | None, ranks: Ranks
+        self, name: str, state: WeightState, learner: Learner | None, ranks: Ranks
     ) -> PreTrainedModel:
         """The module of an engine: shared or copied weights, or shapes alone for a server, which
         loads the model itself."""
@@ -112,7 +112,7 @@ class EngineWeights:
         assert path
         if self.has_server(name):
             return on_meta(load_model_config(path))
-        if policy is not None and state is Weights.SHARED:
+        if policy is not None and state is WeightState.SHARED:
             if not policy.adapters:
                 return policy.hf
             from rl_core.learning.lora import second_model

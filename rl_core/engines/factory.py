@@ -9,7 +9,7 @@ from typing import cast
 from rl_core.config import Config
 from rl_core.data.chat import Chat
 from rl_core.distributed import MPS, Ranks
-from rl_core.engines.engine_weights import EngineWeights, Weights
+from rl_core.engines.engine_weights import EngineWeights, WeightState
 from rl_core.engines.options import make_recorder, make_sampler
 from rl_core.learning.learner import Learner
 from rl_core.models.loading import compute_dtype
@@ -93,9 +93,9 @@ class EngineFactory:
 
             url = actor.servers[ranks.rank // stride] if actor.servers else ""
             spec.server = server_spec(config, url, learners)
-            if state is Weights.RESENT and learner:
+            if state is WeightState.RESENT and learner:
                 spec.resend = resend_of(learner)
-            elif state is Weights.AWAITED and not role:
+            elif state is WeightState.AWAITED and not role:
                 spec.resend = RESENT_BY_RANKS
         else:
             # An Apple GPU shares the CPU's memory.
@@ -103,7 +103,7 @@ class EngineFactory:
             spec.embedded = EmbeddedSpec(
                 sampler=make_sampler,
                 recorder=make_recorder if actor.router_replay else None,
-                offloads_weights=offloads and state is Weights.COPIED,
+                offloads_weights=offloads and state is WeightState.COPIED,
             )
         return cast(MakeEngine, self.weights.classes[name])(spec)
 

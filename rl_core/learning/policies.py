@@ -57,9 +57,9 @@ def make_policy(
     dtype_held = dtype if trains_no_weight else torch.float32
     make, quantized = Policy, {}
     if adapters or ranks.mesh.tp > 1:
-        from rl_core.learning.policy_classes import choose_class
+        from rl_core.learning.policy_classes import policy_maker
 
-        make, quantized = choose_class(path, dtype, ranks, learner, adapters, is_served)
+        make, quantized = policy_maker(path, dtype, ranks, learner, adapters, is_served)
     weights = {}
     if is_split and not quantized:
         from rl_core.models.parallel import fsdp

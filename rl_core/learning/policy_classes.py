@@ -13,7 +13,7 @@ from rl_core.errors import split
 from rl_core.models.policy import Policy
 
 
-def choose_class(
+def policy_maker(
     path: str,
     dtype: torch.dtype,
     ranks: Ranks,

@@ -12,7 +12,7 @@ import torch
 from rl_core.data.chat import Chat
 from rl_core.data.samples import samples_from_turns
 from rl_core.distributed import all_gather_json
-from rl_core.engines.engine_weights import Weights
+from rl_core.engines.engine_weights import WeightState
 from rl_core.learning.learner import Learner
 from rl_core.metrics import Max
 from rl_core.plugin import Plugin, RunState
@@ -67,7 +67,7 @@ class Canary(Plugin):
         ranks, is_first = self.trainer.ranks, step == self.trainer.first_step
         for name in self.trainer.learners:
             actor = self.trainer.actors[name]
-            if actor.weights is Weights.SHARED and not is_first:
+            if actor.weight_state is WeightState.SHARED and not is_first:
                 continue
             # With separate engine ranks, rank 0 samples from all engines.
             is_asked = actor.engine and (not ranks.rollout_ranks or ranks.rank == 0)
@@ -134,7 +134,7 @@ class Canary(Plugin):
                 f"prompts their logprobs differ by up to {largest:.3g} nats, and "
                 f"--canary_tolerance allows {tolerance:g}"
             )
-        if actor.weights is not Weights.SHARED:
+        if actor.weight_state is not WeightState.SHARED:
             trainer.add_metrics(f"learn/{name}/", {"canary_max_diff": Max(largest)})
 
     @torch.no_grad()
