@@ -140,7 +140,7 @@ def test_what_runs_hooks_runs_them_with_bounded_ends():
     """asyncio.run() waits for ever for a task that ignores its cancellation."""
     runs_no_hooks = {
         "verifier_cache.py",
-        "env_hooks.py",
+        "data_hooks.py",
         "serve.py",
         "sandbox.py",
         "worker.py",
