@@ -59,7 +59,7 @@ ELSEWHERE = {
     "rollout/ACTOR/engine_restarts": "engines/server_engine.py",
     "sync/ACTOR/{device,broadcast,files}_mib": "engines/server_engine.py",
     "learn/ACTOR/mfu": "run/display/mfu.py",
-    "memory/{generate,learn,sync,eval}_gib": "trainer.py",
+    "memory/{generate,learn,sync,eval}_gib": "run/phase_timer.py",
 }
 
 
