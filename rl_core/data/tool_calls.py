@@ -443,5 +443,6 @@ def sample_arguments(function: JSONObject) -> JSONObject:
     arguments = {}
     for name, schema in properties_of(function).items():
         types, _ = allowed(schema, function.get("parameters"))
-        arguments[name] = SAMPLE_TEXT if "string" in types else SAMPLES.get(types[0], SAMPLE_TEXT)
+        kind = "string" if "string" in types else next(iter(types), "string")
+        arguments[name] = SAMPLES.get(kind, SAMPLE_TEXT)
     return arguments

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from rl_core.config import parse_config
 from rl_core.data.chat import Chat
-from rl_core.data.tool_calls import ToolCalls, python_calls, typed_value
+from rl_core.data.tool_calls import ToolCalls, python_calls, sample_arguments, typed_value
 from rl_core.environments.env_file import load_env
 from rl_core.run.plan.plan import make_plan
 from rl_core.tools.cli import main
@@ -228,6 +228,8 @@ TYPED = [
     ("['a']", {"type": ["string", "array"]}, "['a']"),
     ("{1, 2}", {"type": "array"}, "{1, 2}"),
     ("[f()]", {"type": "array"}, "[f()]"),
+    ("7", {"allOf": [{"type": "array"}, {"type": "integer"}]}, 7),
+    ("7", {"enum": []}, 7),
 ]
 
 
@@ -235,3 +237,5 @@ TYPED = [
 def test_the_type_of_an_argument_is_that_of_its_schema(text, schema, value):
     read = typed_value(text, schema, ROOT)
     assert (read, type(read)) == (value, type(value))
+    parameters = ROOT | {"type": "object", "properties": {"x": schema}}
+    assert sample_arguments({"name": "f", "parameters": parameters}).keys() == {"x"}
