@@ -465,7 +465,7 @@ def results(request, tmp_path_factory):
         if size not in of_size:
             interpret = {"TRITON_INTERPRET": "1"}
             of_size[size] = of_ranks(
-                size, __file__, "compare", folder, cases, timeout_s=300, env=interpret
+                size, __file__, "compare", folder, cases, timeout_s=600, env=interpret
             )[0]
         return of_size[size], facts
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_ROWS, MAX_VALUES = 1000, 30_000
 NUM_FILES = 8  # Files of rollouts/, from the first to the last.
 MAX_TOKENS = 2000  # Tokens of an episode that is shown token by token.
-MAX_BYTES = 350_000  # Bytes of conversations.
+MAX_BYTES = 340_000  # Bytes of conversations.
 MAX_IMAGE_BYTES = 350_000  # Bytes of their images.
 
 
