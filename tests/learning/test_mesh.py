@@ -773,7 +773,7 @@ def test_auto_splits_experts_over_as_many_ranks_as_divide_them(
         ("--tp 2", "qwen3_moe", 4, "--tp=2 cannot be combined with --ep"),
         ("--learner.kernels liger", "qwen3_moe", 4, "--learner.kernels=liger cannot be combined"),
         (NF4, "qwen3_moe", 4, "the model of actor policy is quantized"),
-        ("", "qwen3_vl_moe", 4, "model sees images, which --ep does not support"),
+        ("", "qwen3_vl_moe", 4, "model can see images; --ep N splits it to train on text"),
     ],
 )
 def test_auto_says_in_one_line_why_experts_are_not_split(

@@ -145,7 +145,7 @@ def most_expert_ranks(config: Config, num_shards: int, actors: Iterable[str]) ->
             continue
         model_config = load_model_config(actor.model)
         if hasattr(model_config, "vision_config"):
-            raise ValueError(f"{actor.model} sees images, which --ep does not support")
+            raise ValueError(f"{actor.model} can see images; --ep N splits it to train on text")
         num = num_experts(model_config)
         common = math.gcd(common, num)
         if actor.lora.adapts_experts:
