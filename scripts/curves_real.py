@@ -4,6 +4,7 @@ after, for three seeds.
     python scripts/curves_real.py instructions          # one or several of CURVES; --seeds 0,1,2
     python scripts/curves_real.py instructions_random   # the control: rewards are drawn at random
     python scripts/curves_real.py distilled dpo rm      # from the run `instructions` of a seed
+    python scripts/curves_real.py scored                # RL on the run `rm` of a seed
     python scripts/curves_real.py clues --second models/gemma3      # two models in one run
 
 --model is a folder or a hub name, SmolLM2-135M-Instruct by default. A curve that was interrupted
@@ -39,6 +40,21 @@ true_reward = reward(weight=0)(reward_fn)
 def reward_fn(trajectory):
     tokens = [i for turn in trajectory.turns for i in turn.completion.token_ids]
     return zlib.crc32(repr(tokens).encode()) % 5 / 4
+"""
+
+# The reward is the score of the run `rm`. The true reward is logged.
+SCORES = """
+
+from pathlib import Path
+
+from rl_core.rewards.reward_model import RewardModel
+
+true_reward = reward(weight=0)(reward_fn)
+model = RewardModel(str(Path(__file__).parent.parent / "rm_{seed}/rl/hf/policy"))
+
+
+def reward_fn(messages):
+    return model.score([messages])[0]
 """
 
 # The program of docs/agents.md, as it is there.
@@ -193,10 +209,15 @@ class Curve:
         """Rewards are drawn at random. The score must stay."""
         return self.more == RANDOM_REWARDS
 
+    @property
+    def has_true_reward(self) -> bool:
+        """The rule's reward is logged beside the reward that is learned."""
+        return self.more in (RANDOM_REWARDS, SCORES)
+
 
 LENGTHS = "--max_prompt_tokens 128 --max_tokens 48 "
 INSTRUCTIONS = f"{GROUPS} {LENGTHS} --num_steps 30 --eval_every 30 --optim.lr "
-PAIRS = f"{LENGTHS} --tasks_per_step 8 --num_epochs 1 --eval_every 25 --optim.lr 1e-5 --algorithm "
+PAIRS = f"{LENGTHS} --tasks_per_step 8 --num_epochs 1 --eval_every 25 --algorithm "
 SUMS = (
     f"{GROUPS} --max_prompt_tokens 64 --max_tokens 12 --num_steps 30 --eval_every 15 "
     "--optim.lr 2e-5"
@@ -211,6 +232,11 @@ CURVES = {
         env="instructions",
         flags=INSTRUCTIONS + "2e-5",
         more=RANDOM_REWARDS,
+    ),
+    "scored": Curve(
+        env="instructions",
+        flags=INSTRUCTIONS + "2e-5 --algo.kl_coef 0.05",
+        more=SCORES,
     ),
     "sums": Curve(env="word_problems", rows=sums, flags=SUMS),
     "sums_agent": Curve(env="word_problems", rows=sums, flags=SUMS, more=AGENT),
@@ -237,18 +263,19 @@ CURVES = {
         flags="--tasks_per_step 6 --group_size 8 --max_prompt_tokens 112 --max_tokens 14 "
         "--num_steps 20 --eval_every 20 --optim.lr 2e-5 --actors.alice.optim.lr 5e-6",
     ),
-    "dpo": Curve(rows=pairs, flags=PAIRS + "dpo"),
-    "rm": Curve(rows=pairs, flags=PAIRS + "rm"),
+    "dpo": Curve(rows=pairs, flags=PAIRS + "dpo --optim.lr 1e-5"),
+    "rm": Curve(rows=pairs, flags=PAIRS + "rm --optim.lr 5e-5"),
 }
 
 
-def env_path(curve: Curve, folder: Path) -> str:
+def env_path(curve: Curve, folder: Path, seed: int) -> str:
     """The environment's file, or a copy with more at its end."""
     path = ROOT / f"envs/{curve.env}.py"
     if not curve.more and not curve.text:
         return str(path)
     copy = folder / f"{curve.env}.py"
-    copy.write_text("import zlib\n" + (curve.text or path.read_text()) + curve.more)
+    more = curve.more.replace("{seed}", str(seed))
+    copy.write_text("import zlib\n" + (curve.text or path.read_text()) + more)
     return str(copy)
 
 
@@ -262,7 +289,7 @@ def measure(name: str, seed: int, args: Namespace) -> dict:
     flags = f"{curve.actors} --out {folder}/rl --seed {seed} {COMMON} {curve.flags} "
     flags = flags.format(source=source, folder=folder, model=args.model, second=args.second)
     if curve.env:
-        flags += f"--env_path {env_path(curve, folder)} --eval.num_tasks {args.num_eval} "
+        flags += f"--env_path {env_path(curve, folder, seed)} --eval.num_tasks {args.num_eval} "
     if curve.rows:
         for split, rows in zip(("train", "eval"), curve.rows(source), strict=True):
             write_rows(folder / f"{split}.jsonl", rows)
@@ -274,7 +301,7 @@ def measure(name: str, seed: int, args: Namespace) -> dict:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     prefix = f"eval/{curve.env}/" + f"{curve.actor}/" * (curve.actor != "policy")
     keys = {"greedy": f"{prefix}greedy_score", "sampled": f"{prefix}avg@4"}
-    if curve.is_control:
+    if curve.has_true_reward:
         keys = {kind: f"{prefix}{kind}_true_reward" for kind in keys}
     keys["reward"] = f"rollout/{curve.actor}/reward_mean"
     if not curve.env:
