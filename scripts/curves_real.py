@@ -78,6 +78,16 @@ async def agent(task, llm):
 def reward_fn(result, answer):
     return numeric(result or "", answer)
 """
+# The policy teaches itself: the teacher's prompt has the sum.
+SELF = """
+
+
+def teacher_prompt(task, answer):
+    system, question = task.row["messages"]
+    hint = f"{question['content']} The right answer is {answer}. Write only this number."
+    return [system, {"role": "user", "content": hint}]
+"""
+
 # The chat template renders no tools, and the model writes no tags: the system message describes the
 # calculator, and the first product in a reply is a call.
 CALCULATOR = """
@@ -240,6 +250,13 @@ CURVES = {
     ),
     "sums": Curve(env="word_problems", rows=sums, flags=SUMS),
     "sums_agent": Curve(env="word_problems", rows=sums, flags=SUMS, more=AGENT),
+    "sums_self": Curve(
+        env="word_problems",
+        rows=sums,
+        flags=f"{SUMS} --group_size 2 --algorithm opd --algo.teacher self "
+        "--algo.teacher_loss reverse_kl",
+        more=SELF,
+    ),
     "distilled": Curve(
         env="instructions",
         flags=f"{LENGTHS} --algorithm opd --algo.teacher {{source}}/hf/policy "
