@@ -221,7 +221,7 @@ class Curve:
 
     @property
     def has_true_reward(self) -> bool:
-        """The rule's reward is logged beside the reward that is learned."""
+        """The reward of the rules is logged, and another one is learned."""
         return self.more in (RANDOM_REWARDS, SCORES)
 
 
