@@ -34,6 +34,7 @@ KINDS = ("group_mean", "group_norm", "group_norm_unbiased", "rloo", "none", "cus
 READERS = {
     "environments/agents/chat_completions.py usage": "tokens of one request's replies",
     "data/episodes.py episode_rewards": "the law itself",
+    "data/image_families.py PixelCache.joined": "tokens of images",
     "data/tables.py load_rollouts": "keeps conversations by their own reward, of SFT rows",
     "sampling/episode.py Episode.score": "one conversation",
     "run/evaluation/episode_metrics.py part_metrics": "the mean over each episode's conversations, then over episodes",
