@@ -362,11 +362,13 @@ def test_a_run_that_was_killed_goes_on_in_its_trackers_without_repeating(flags, 
     last = metrics(out)[-1]["step"]
     run(out, arguments, "--num_steps", last + 2)
     assert [note[-1] for note in notes(out) if note[0] == "made"] == [False, True]
-    rows = [step for step in range(last + 3) for _ in range(1 + (step > 0 and step % 2 == 0))]
+    # A row of an evaluation follows each second step and the last one.
+    evaluated = {*range(2, last + 3, 2), last + 2}
+    rows = sorted([*range(last + 3), *evaluated])
     sent = steps_told(out)
-    assert sent[: len(rows) - 1] == rows[: len(rows) - 1] and set(sent) == set(rows), (
-        "each once, in order"
-    )
+    # A row is noted as sent before it is sent, so that the kill may cost one.
+    kept = [rows[:lost] + rows[lost + 1 :] for lost in range(len(rows))]
+    assert sent in (rows, *kept), "each once, in order"
 
 
 def test_a_tracker_that_comes_later_gets_all(flags, tmp_path):
